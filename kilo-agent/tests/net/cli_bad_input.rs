@@ -260,7 +260,8 @@ fn rubbish_to_status_connect_and_webhook_is_named() {
         let said = fails(KGCTL, &[&["--backend=file", "--backend-dir", place], arguments].concat());
         assert!(said.contains(words), "{arguments:?}: {said}");
     }
-    assert!(fails(KG, &["webhook"]).contains("--cert-file"));
+    let refused = fails(KG, &["webhook"]);
+    assert!(refused.contains("--cert-file") && refused.contains("--secret"), "{refused}");
     assert!(fails(KG, &["webhook", "--cert-file=x", "--key-file=y", "--listen=8443"]).contains(":1107"));
 }
 
@@ -302,7 +303,8 @@ fn rubbish_in_any_flag_of_kgctl_is_answered_with_the_flag_and_what_is_possible()
         (&["uninstall", "--subnet=10.0.0.0/8"], &["--subnet"]),
         (&["graph", "--request-timeout=soon"], &["--request-timeout", "30s"]),
         (&["graph", "--as-group=g"], &["--as <USER>"]),
-        (&["peer-cluster"], &["--remote-kubeconfig"]),
+        (&["peer-cluster"], &["--remote-kubeconfig", "--remote-context"]),
+        (&["monitor", "--reason=x"], &["--reason", "possible values are", "too_big"]),
         (&["graph", "--subnet=10.4.0.0"], &["--subnet", "auto", "10.4.0.0/16"]),
         (&["graph", "--topology-label="], &["--topology-label", "topology.kubernetes.io/region"]),
         (&["graph", "more"], &["more"]),

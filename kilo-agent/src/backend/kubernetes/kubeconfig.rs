@@ -99,7 +99,7 @@ pub(super) fn not_found(access: &Access) -> BackendError {
     let (_, places) = places(access);
     let places = if places.is_empty() { "$HOME is not set".to_owned() } else { Paths(&places).to_string() };
     let text = format!(
-        "no kubeconfig found: there is none at {places}, and this is no pod with a service account; \
+        "no kubeconfig found: there is none at {places}, and this is not a pod with a service account; \
          give --kubeconfig, or set $KUBECONFIG"
     );
     BackendError::Config(text.into())

@@ -2,7 +2,7 @@
 
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
-use clap::{Arg, Args, CommandFactory as _, Parser, Subcommand};
+use clap::{Arg, ArgGroup, Args, CommandFactory as _, Parser, Subcommand};
 use ipnet::IpNet;
 use kilo_agent::cli::{
     PrefixList, parse_bool, parse_cidr, parse_failover_interval, parse_interface, parse_label, parse_listen,
@@ -100,9 +100,10 @@ pub struct UninstallArgs {
 }
 
 #[derive(Args, Debug)]
+#[command(group = ArgGroup::new("certificate").args(["cert_file", "secret"]).required(true))]
 pub struct WebhookArgs {
     /// Certificate chain in PEM; reloaded when it changes.
-    #[arg(long, value_name = "FILE", requires = "key_file", required_unless_present = "secret")]
+    #[arg(long, value_name = "FILE", requires = "key_file")]
     pub cert_file: Option<PathBuf>,
     /// Private key of the certificate in PEM; reloaded when it changes.
     #[arg(long, value_name = "FILE", requires = "cert_file")]
@@ -229,8 +230,8 @@ pub struct Flags {
     /// bearer token that the API server accepts, and the right to get /status, /events, /graph or /).
     #[arg(long, default_value = "open")]
     pub page_access: PageAccess,
-    /// UDP port of WireGuard; not 51821, by which nodes reach each other, and not one of 51830 to 52829, which relays
-    /// give to pairs.
+    /// UDP port of WireGuard. 51821 is refused, because nodes use it among themselves; avoid 51830 to 52829, which relays
+    /// use.
     #[arg(long, default_value_t = defaults::WIREGUARD_PORT, value_parser = parse_wireguard_port)]
     pub port: u16,
     /// Use the private address as the WireGuard endpoint.

@@ -69,6 +69,6 @@ enum Output {
 fn reason(text: &str) -> Result<DropReason, String> {
     DropReason::ALL.iter().find(|reason| reason.label() == text).copied().ok_or_else(|| {
         let labels: Vec<_> = DropReason::ALL.iter().map(|reason| reason.label()).collect();
-        format!("possible: {}", labels.join(", "))
+        format!("unknown reason; possible values are {}", labels.join(", "))
     })
 }

@@ -3,7 +3,7 @@
 use std::{fmt::Write as _, path::PathBuf};
 
 use anyhow::{Context as _, Result, bail};
-use clap::Args;
+use clap::{ArgGroup, Args};
 use kilo_agent::{backend::kubernetes, cli::PrefixList, timestamp::Timestamp};
 use kilo_core::{
     multicluster::{self, Changes, Cluster, Present},
@@ -29,13 +29,14 @@ const MANAGER: &str = "kgctl-peer-cluster";
 const SHOWN: usize = 10;
 
 #[derive(Args, Debug)]
+#[command(group = ArgGroup::new("remote").args(["remote_kubeconfig", "remote_context"]).required(true).multiple(true))]
 #[command(after_help = "Examples:
   kgctl peer-cluster --context=east --remote-context=west --dry-run
   kgctl peer-cluster --context=east --remote-context=west --service-cidr=10.43.0.0/16
   kgctl peer-cluster --context=east --remote-context=west --remove")]
 pub struct PeerClusterArgs {
     /// Kubernetes configuration of the other cluster; default: that of this one, with --remote-context.
-    #[arg(long, value_name = "FILE", required_unless_present = "remote_context")]
+    #[arg(long, value_name = "FILE")]
     remote_kubeconfig: Option<PathBuf>,
     /// Context of the other cluster; default: the current-context of --remote-kubeconfig.
     #[arg(long, value_name = "NAME", add = complete::contexts())]

@@ -74,6 +74,10 @@ pub fn explain(error: &kube::Error, asked: Asked<'_>, server: &Server, page: Opt
             kube::Error::Auth(_) => {
                 format!("no credentials for the API server {server}: {}", error_chain(error))
             }
+            // Without kube's own name for it, `ServiceError`.
+            kube::Error::Service(cause) => {
+                format!("cannot reach the API server {server}: {}", error_chain(cause.as_ref()))
+            }
             _ => format!("cannot reach the API server {server}: {}", error_chain(error)),
         };
     };

@@ -19,7 +19,7 @@ use crate::{
 
 #[derive(Subcommand, Debug)]
 pub enum Showconf {
-    /// Of a node that leads its location.
+    /// Show the configuration of a node that leads its location.
     #[command(mut_arg("name", |name| name.add(complete::nodes())), after_help = "Examples:
   kgctl showconf node a1                      the configuration of leader a1, without its key
   kgctl showconf node a1 --as-peer -o yaml    its location as a Peer of another cluster
@@ -31,7 +31,7 @@ pub enum Showconf {
         #[command(flatten)]
         args: ShowconfArgs,
     },
-    /// Of a VPN peer.
+    /// Show the configuration of a VPN peer.
     #[command(mut_arg("name", |name| name.add(complete::peers())), after_help = "Examples:
   kgctl showconf peer laptop                  for that machine; add its private key
   kgctl showconf peer laptop --as-peer -o yaml")]
@@ -64,9 +64,9 @@ pub struct ShowconfArgs {
 pub enum Output {
     /// WireGuard's INI.
     Wireguard,
-    /// A Peer object.
+    /// A Peer object in YAML.
     Yaml,
-    /// A Peer object.
+    /// A Peer object in JSON.
     Json,
 }
 
@@ -146,7 +146,7 @@ fn showconf_peer(mesh: &Mesh, args: &ShowconfArgs) -> Result<String> {
 
 fn only_wireguard(args: &ShowconfArgs) -> Result<()> {
     if args.output != Output::Wireguard || !args.allowed_ips.is_empty() {
-        bail!("--output and --allowed-ips go with --as-peer");
+        bail!("--output and --allowed-ips need --as-peer");
     }
     Ok(())
 }

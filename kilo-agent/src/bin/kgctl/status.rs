@@ -64,14 +64,15 @@ pub struct StatusArgs {
     /// Exit with 1 when the state cannot be read.
     #[arg(long)]
     check: bool,
-    /// Wait until --check finds nothing wrong; exit with 3 when that takes longer than --timeout. Errors that
-    /// waiting cannot fix, such as the name of an unknown node or missing rights, end it at once with 1.
+    /// Wait until --check finds nothing wrong; exit with 3 when something is still wrong after --timeout, and with 1 when
+    /// the state still cannot be read then. Errors that waiting cannot fix, such as the name of an unknown node or missing
+    /// rights, end it at once with 1.
     #[arg(long)]
     wait: bool,
     /// Longest time to wait.
     #[arg(long, value_name = "DURATION", default_value = "5m", requires = "wait", value_parser = parse_period)]
     timeout: Duration,
-    /// Format; name is one node a line, as kubectl takes it.
+    /// Format; name prints one node per line, in the form that kubectl accepts.
     #[arg(long, short, default_value = "table")]
     output: Output,
     #[command(flatten)]

@@ -316,7 +316,7 @@ async fn ask(cluster: &Cluster, pod: &ProbePod, mut cells: Vec<Cell>) -> Result<
 /// Records a pod's answers; cells without an answer have failed.
 fn note(cells: &mut [Cell], answers: Vec<Answer>) {
     for cell in &mut *cells {
-        cell.error = Some("the pod says nothing of it".to_owned());
+        cell.error = Some("the pod reported no result for this probe".to_owned());
     }
     for Answer { id, error } in answers {
         if let Some(cell) = cells.get_mut(id) {
@@ -397,7 +397,7 @@ mod tests {
             vec![Answer { id: 0, error: None }, Answer { id: 2, error: long }, Answer { id: 9, error: None }],
         );
         assert_eq!(cells[0].error, None);
-        assert_eq!(cells[1].error.as_deref(), Some("the pod says nothing of it"));
+        assert_eq!(cells[1].error.as_deref(), Some("the pod reported no result for this probe"));
         let shown = cells[2].error.as_deref().unwrap();
         assert!(shown.chars().count() == LONGEST && !shown.contains('\u{1b}'), "{shown}");
     }
