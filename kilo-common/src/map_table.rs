@@ -133,13 +133,13 @@ maps! {
     HOP = "hop", Array<u32, Hop>, size 4_096, by Plan, since 5, pinned true, gauge true,
         holds "id → kind, tunnel, interface, MTU, addresses",
         reason "208 KiB from the start; ids 0 to 3 are fixed, so 4,092 other nodes of one location. \
-                One more has no way to it: its packets are dropped, and the agent says so (`location_full`)";
+                One more gets no hop: packets for it are dropped, and the agent reports it (`location_full`)";
     LEAD = "lead", Array<u32, u64>, size 2, by Plan, since 5, pinned true, gauge false,
         holds "what hops 2 (Kilo's leader) and 3 (the acting leader) lead to: term, hop id",
         reason "two words";
     NODE_V4 = "node_v4", Hash<[u8; 4], NodeValue>, size 4_096, by Plan, since 5, pinned true, gauge true,
         holds "outer source → hop id, whether it is a gateway, whether this one leads it",
-        reason "as `hop`, one private address a node";
+        reason "as `hop`, one private address per node";
     NODE_V6 = "node_v6", Hash<[u8; 16], NodeValue>, size 4_096, by Plan, since 5, pinned true, gauge true,
         holds "outer source → hop id, whether it is a gateway, whether this one leads it",
         reason "as `node_v4`";
@@ -152,15 +152,15 @@ maps! {
     NAT = "nat", LruHash<NatKey, NatValue>, size 131_072, by Packets, since 5, pinned true, gauge true,
         holds "LRU flow → new address and port, both families",
         reason "65,536 flows of two entries: as many as one address has ports towards one destination. \
-                One more: the least recently used goes, and is written anew with its flow's next packet";
+                One more evicts the least recently used, which is written again with its flow's next packet";
     INBOUND = "inbound", LruHash<NatKey, InboundValue>, size 32_768, by Packets, since 5, pinned true, gauge false,
         holds "LRU flow opened from outside → last packet, both families",
         reason "a map of its own, because strangers may fill it: they evict each other, never an entry of \
-                `nat`. It also lists fragments that are not translated. One more: the least recently used goes, and \
-                is written anew with its flow's next packet from outside";
+                `nat`. It also lists fragments that are not translated. One more evicts the least recently used, which \
+                is written again with its flow's next packet from outside";
     MASQ_ADDR = "masq_addr", LpmTrie<[u8; 20], MasqAddr>, size 4_096, by Plan, since 5, pinned true, gauge true,
         holds "LPM interface, destination → masquerade address; and all such addresses",
-        reason "a few an address of an uplink, one a route with a source of its own. One more: the change is \
+        reason "a few per address of an uplink, one per route with a source of its own. One more: the change is \
                 refused as a whole";
     // Only the programs know the layout of their scratch memory.
     NAT_WORK = "nat_work", PerCpuArray<u32, ()>, size 1, by Packets, since 5, pinned false, gauge false,
@@ -169,7 +169,7 @@ maps! {
     // As above.
     LINK = "link", PerCpuArray<u32, ()>, size 256, by Packets, since 6, pinned false, gauge false,
         holds "link-layer addresses found in this tick of the kernel's clock, per CPU",
-        reason "no state; of several addresses sharing a slot each is asked for again";
+        reason "no state; addresses that share a slot are looked up again";
     DEVICE = "device", Hash<u32, Device>, size 256, by Plan, since 5, pinned true, gauge true,
         holds "interface → masquerade addresses",
         reason "uplinks and kilo0; pods' interfaces need no entry. One more: the change is refused as a whole";
@@ -178,29 +178,29 @@ maps! {
         reason "bytes: a page; what does not fit is lost, and routers report it again";
     SIGNAL_KEY = "signal_key", Hash<[u8; 16], SignalKey>, size 8_192, by Plan, since 5, pinned true, gauge true,
         holds "node's address → what its signals are checked with, both families; far gateways by their control addresses",
-        reason "as `hop`, a private address and perhaps one in an overlay a node; far gateways are a few a location";
+        reason "as `hop`: per node a private address and perhaps one in an overlay; a few far gateways per location";
     SIGNAL = "signal", RingBuf<(), Heard>, size 65_536, by Packets, since 5, pinned true, gauge false,
         holds "ring: signals for the agent",
         reason "bytes: 630 short signals or 56 of the longest; what does not fit is lost, and signals are sent again";
     POD_FLOW = "pod_flow", LruHash<PodFlowKey, PodFlow>, size 16_384, by Packets, since 6, pinned true, gauge false,
         holds "LRU flow of a pod → second in which the stack left it as it is (`--host-routing=auto`)",
-        reason "1.5 MiB from the start. One more: the least recently used passes the stack, and is written anew";
+        reason "1.5 MiB from the start. One more evicts the least recently used, which is written again when its next packet has passed the stack";
     RELAY = "relay", Hash<u32, relay::Port>, size 1_024, by Relay, since 6, pinned true, gauge false,
         holds "on a relay: port of a pair → who may send to it, and the end to which it is sent on",
-        reason "two ports a pair, of 1,000. One more pair is refused";
+        reason "two ports per pair, of 1,000. One more pair is refused";
     // Only the programs know the layout of this state.
     RELAY_WAY = "relay_way", Array<u32, ()>, size relay::PORTS, by Packets, since 6, pinned false, gauge false,
         holds "on a relay: port of a pair → what it may still send, and the next hop towards the other end",
-        reason "one place a port; no state that would be missed";
+        reason "one entry per port; a new agent does without its content";
     RELAY_KEY = "relay_key", Hash<u64, relay::Sender>, size 8_192, by Relay, since 6, pinned true, gauge false,
         holds "gateway's id → what its messages about relays are checked with, and the latest ones",
-        reason "a few a location. One more is not heard";
+        reason "a few per location. Messages of one more are dropped";
     RELAY_HEARD = "relay_heard", RingBuf<(), relay::Heard>, size 65_536, by Packets, since 6, pinned true, gauge false,
         holds "ring: messages about relays, for the agent",
-        reason "bytes: 580 messages; what does not fit is lost, messages are repeated";
+        reason "bytes: 580 messages; what does not fit is lost, and messages are repeated";
     COUNT = "count", PerCpuArray<u32, u64>, size COUNTERS, by Packets, since 5, pinned true, gauge false,
         holds "action or drop reason → packets, per CPU",
-        reason "indexes are fixed; the rest is room";
+        reason "indexes are fixed; the rest is spare";
     CONFIG = "config", Array<u32, Config>, size 1, by Plan, since 6, pinned true, gauge false,
         holds "this host",
         reason "one host";

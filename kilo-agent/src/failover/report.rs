@@ -173,7 +173,7 @@ impl FailoverMetrics {
         );
         registry.register(
             "kilo_failover_seconds",
-            "Seconds from the last answer through the lost leader until this node took over",
+            "Seconds from the first unanswered probe through the lost leader until this node took over",
             metrics.outages.clone(),
         );
         registry.register(

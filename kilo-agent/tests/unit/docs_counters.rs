@@ -30,7 +30,9 @@ fn drop_reasons() -> String {
 
 /// The table of maps.
 fn maps() -> String {
-    let mut text = String::from("| map | key → value | places | reason |\n|---|---|---|---|\n");
+    let mut text = String::from(
+        "| map | key → value | capacity | why this size, and what happens with one more entry |\n|---|---|---|---|\n",
+    );
     for map in MAPS {
         let size = thousands(map.size);
         writeln!(text, "| `{}` | {} | {size} | {} |", map.name, map.holds, map.reason).unwrap();

@@ -59,24 +59,24 @@ pub struct PeerSpec {
     pub public_key: String,
 }
 
-/// What the agents make of a peer; written by the leader of the first location, but for the last
-/// handshake and its endpoint, which the leader writes that has the newest.
+/// State of a peer as the agents see it. The leader of the first location writes it, except for the last handshake and
+/// its endpoint, which are written by the leader with the newest handshake.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct PeerStatus {
     /// Whether the peer is part of the mesh.
     #[serde(default)]
     pub accepted: bool,
-    /// Why it is not.
+    /// Why it is not accepted, if it is not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// The same as conditions, for `kubectl wait`: `Ready`.
+    /// Conditions, for `kubectl wait`: only `Ready`, which says what `accepted` says.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub conditions: Vec<PeerCondition>,
-    /// When the peer last shook hands with a leader (RFC 3339); about a minute behind at most, with few peers.
+    /// Time of the peer's last handshake with any leader (RFC 3339); about a minute behind at most, with few peers.
     #[serde(default, rename = "lastHandshake", skip_serializing_if = "Option::is_none")]
     #[schemars(extend("format" = "date-time"))]
     pub last_handshake: Option<String>,
-    /// Address and port from which that leader heard it.
+    /// Address and port at which that leader saw the peer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub endpoint: Option<String>,
 }
@@ -85,23 +85,23 @@ pub struct PeerStatus {
 /// `kgctl connect` writes it while it runs.
 pub const FOLLOWS: &str = "kilo.squat.ai/follows-gateways";
 
-/// Type of the condition that says whether leaders let the peer in.
+/// Type of the condition that says whether leaders accept the peer.
 pub const READY: &str = "Ready";
 
-/// One side of a peer's state, as Kubernetes writes it.
+/// A condition, in the shape that Kubernetes' conditions have.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct PeerCondition {
-    /// Which side.
+    /// Type of the condition; `Ready` is the only one.
     #[serde(rename = "type")]
     pub type_: String,
     /// True, False or Unknown.
     pub status: String,
-    /// One word for programs.
+    /// The reason for the current status, as one word for programs.
     pub reason: String,
-    /// A sentence for people.
+    /// The same as a sentence for people.
     pub message: String,
-    /// When the status turned last (RFC 3339).
+    /// Time of the last change of `status` (RFC 3339).
     #[schemars(extend("format" = "date-time"))]
     pub last_transition_time: String,
 }

@@ -41,7 +41,7 @@ pub const INDEX: &str = "index";
     group = "kilo.squat.ai",
     version = "v1alpha1",
     kind = "NodeSlice",
-    doc = "What the mesh needs of some of the nodes, written by one agent for all others.",
+    doc = "What the mesh needs to know about some of the nodes, written by one agent for all others.",
     plural = "nodeslices",
     derive = "PartialEq",
     printcolumn = r#"{"name":"First","type":"string","jsonPath":".spec.nodes[0].name"}"#,
@@ -50,11 +50,11 @@ pub const INDEX: &str = "index";
 )]
 #[serde(rename_all = "camelCase")]
 pub struct NodeSliceSpec {
-    /// Nodes, about 20.
+    /// About 20 of the nodes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 100))]
     pub nodes: Vec<Entry>,
-    /// In the slice `index` alone: which slices there are.
+    /// Names of all slices; only in the slice `index`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub index: Option<Index>,
 }
@@ -64,62 +64,62 @@ pub struct NodeSliceSpec {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Index {
-    /// Their names; others do not count.
+    /// Names of the slices; agents ignore all others.
     #[schemars(length(max = 10000))]
     pub slices: Vec<String>,
-    /// The `--topology-label` of the agent that wrote them: agents with another do not use them.
+    /// The `--topology-label` of the writer: agents with another label do not use the slices.
     #[schemars(length(max = 317))]
     pub topology_label: String,
-    /// The node whose agent wrote this.
+    /// Node of the agent that wrote the index.
     #[schemars(length(max = 253))]
     pub writer: String,
-    /// When its agent wrote this, in Unix seconds: each minute, and when slices come or go.
+    /// Time at which the index was written, in Unix seconds: each minute, and when slices come or go.
     #[serde(default)]
     pub renewed: i64,
 }
 
-/// What the mesh needs of a Node.
+/// What the mesh needs to know about a Node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Entry {
     /// Name of the Node.
     #[schemars(length(max = 253))]
     pub name: String,
-    /// Its `uid`.
+    /// `metadata.uid` of the Node.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     #[schemars(length(max = 128))]
     pub uid: String,
-    /// Its `resourceVersion` when this was written.
+    /// `metadata.resourceVersion` of the Node when this was written.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub resource_version: String,
-    /// Its annotations that Kilo reads, without `kilo.squat.ai/`, except heartbeats.
+    /// Annotations of the Node that Kilo reads, except heartbeats, without the prefix `kilo.squat.ai/`.
     #[serde(default, skip_serializing_if = "Texts::is_empty")]
     #[schemars(with = "BTreeMap<String, String>")]
     pub annotations: Texts,
-    /// Its label that names the location.
+    /// Value of the Node's label that names its location.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub location: Option<String>,
-    /// Its labels say that the API server or etcd runs there.
+    /// Whether the Node's labels say that the API server or etcd runs there.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub control_plane: bool,
-    /// Its pod CIDRs, `spec.podCIDR` first.
+    /// Pod CIDRs of the Node, `spec.podCIDR` first.
     #[serde(default, rename = "podCIDRs", skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 100))]
     pub pod_cidrs: Vec<String>,
-    /// Its addresses of type `ExternalIP`.
+    /// Addresses of the Node of type `ExternalIP`.
     #[serde(default, rename = "externalIPs", skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 100))]
     pub external_ips: Vec<String>,
-    /// Why it is about to go, or to rest: `cordoned`, `removed` or `shutsDown`.
+    /// Why leadership should leave the node: `cordoned`, `removed` or `shutsDown`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub leaving: Option<String>,
-    /// Its last heartbeat when this was written, in Unix seconds; 0: none.
+    /// Last heartbeat of the node when this was written, in Unix seconds; 0 = none.
     #[serde(default)]
     pub last_seen: i64,
-    /// Seconds between its heartbeats, as its agent promises.
+    /// Seconds between heartbeats of the node, as its agent promises.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub heartbeat: Option<u16>,
-    /// Its heartbeats go on, as the writer sees them.
+    /// Whether the writer considers the node alive.
     #[serde(default)]
     pub alive: bool,
 }
