@@ -106,7 +106,7 @@ const ALERTS: &[Alert] = &[
         summary: "A location has no node in the mesh, so nothing can reach it.",
         expr: "max by (cluster, job) (kilo_locations_without_leader) > 0",
         hold: "3m",
-        remedy: "`kgctl status` shows the location without a leader, and beside each of its nodes why it takes no part.",
+        remedy: "`kgctl status` shows the location without a leader, and beside each of its nodes why it is not in the mesh.",
         fires: &[(r#"kilo_locations_without_leader{instance="a1"}"#, "1x60")],
         labels: &[],
         quiet: &[(r#"kilo_locations_without_leader{instance="a1"}"#, "0x10 1x2 0x48")],
@@ -114,7 +114,7 @@ const ALERTS: &[Alert] = &[
     Alert {
         name: "KiloNodesLeftOut",
         severity: "warning",
-        summary: "Nodes that were in the mesh take no part.",
+        summary: "Nodes that were in the mesh no longer are.",
         expr: "max by (cluster, job) (kilo_nodes_left_out) > 0",
         hold: "10m",
         remedy: "`kgctl status` says why, in the column REASON; so does `kubectl describe node`. Delete the Node objects of machines \
@@ -319,7 +319,7 @@ const ALERTS: &[Alert] = &[
         summary: "Pod CIDRs of nodes overlap, or a node has the WireGuard address of a location.",
         expr: "kilo_prefix_conflicts > 0",
         hold: "5m",
-        remedy: "`kgctl status` names the prefixes and nodes under CLAIMED-BY. Register all but one of the nodes anew with pod CIDRs of \
+        remedy: "`kgctl status` names the prefixes and nodes under CLAIMED-BY. Register all but one of the nodes again, with pod CIDRs of \
                  their own, or choose another `--subnet`: [troubleshooting](troubleshooting.md#prefixes-of-nodes-overlap).",
         fires: &[(r#"kilo_prefix_conflicts{instance="a1"}"#, "1x60")],
         labels: &[A1],

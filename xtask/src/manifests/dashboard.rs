@@ -131,7 +131,7 @@ const HEALTH: Row = Row {
         number(
             3,
             "Nodes left out",
-            "Nodes with a key that take no part; kgctl status says why (alert KiloNodesLeftOut).",
+            "Nodes with a key that are not in the mesh; kgctl status says why (alert KiloNodesLeftOut).",
             "short",
             &[("sum(max by (cluster) (kilo_nodes_left_out{<mesh>}))", "nodes")],
         ),
