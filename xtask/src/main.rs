@@ -47,7 +47,7 @@ enum Task {
     },
     /// Run all tests, or the named parts.
     Test(test::TestArgs),
-    /// Fuzz what reads packets and texts of others, with libFuzzer.
+    /// Fuzz the code that reads packets and text from elsewhere, with libFuzzer.
     Fuzz(fuzz::FuzzArgs),
     /// Run a command in a QEMU guest with a Debian kernel.
     Vm(vm::VmArgs),
@@ -57,15 +57,15 @@ enum Task {
     Sim(sim::SimArgs),
     /// Find or build etcd and kube-apiserver for the API tests.
     KubeAssets,
-    /// Get helm and kubectl, which the tests of the manifests ask.
+    /// Get helm and kubectl, which the tests of the manifests run.
     KubeTools,
-    /// Get Chromium and axe-core, which the tests of the agent's page ask.
+    /// Get Chromium and axe-core, which the tests of the agent's page use.
     WebTools,
     /// Build the container image without a registry, as an OCI archive.
     Image(image::ImageArgs),
     /// Make the files of a release: image, kgctl, manifests, chart, checksums.
     Dist(dist::DistArgs),
-    /// Make the site of docs/ (target/book) with mdBook, and check the licences of what makes it.
+    /// Make the site of docs/ (target/book) with mdBook, and check the licences of its crates.
     Docs,
     /// Write the generated files of manifests/.
     Manifests,

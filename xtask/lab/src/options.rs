@@ -51,7 +51,7 @@ pub(crate) enum Choice {
     All,
     /// What the way packets take says.
     Way,
-    /// Everything that asks something of the kernel's packet path.
+    /// Everything that exercises the kernel's packet path.
     Transport,
     /// Those of `way`, and what WireGuard itself has a part in: VPN peers, printer,
     /// NATs, a node on its own, wireguard-go.

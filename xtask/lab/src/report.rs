@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 /// Outcome of one test: an element of the JSON report, and of a part's `--outcomes`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct TestOutcome {
-    /// `unit`, `bpf`, `lab`, `soak`, `api`, `cluster` or `vm`.
+    /// The part of the run, such as `unit`, `net` or `long-labs`.
     pub part: String,
     /// What it shows.
     pub name: String,

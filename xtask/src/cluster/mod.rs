@@ -67,13 +67,13 @@ pub struct ClusterArgs {
     /// Number of nodes, in two locations.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(2..=20), global = true)]
     nodes: u8,
-    /// Debian's Kubernetes 1.20.2, even where a newer one can be had.
+    /// Debian's Kubernetes 1.20.2, even where a newer one is available.
     #[arg(long, global = true)]
     old: bool,
     /// An image that `cargo xtask image` wrote (default: one of the binaries built here).
     #[arg(long, value_name = "FILE", global = true)]
     image: Option<PathBuf>,
-    /// Wait so many times as long for most things, for a machine that is emulated.
+    /// Multiply most timeouts by this number, for an emulated machine.
     #[arg(long, value_name = "TIMES", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=60), global = true)]
     patience: u32,
     #[command(subcommand)]

@@ -39,7 +39,7 @@ pub struct ImageArgs {
     /// What the image is for; another architecture's packages are installed under emulation.
     #[arg(long, default_value = "amd64", conflicts_with = "quick")]
     architecture: Architecture,
-    /// Make the base images anew, with the distribution's updates, and all layers on them.
+    /// Build the base images again, with the distribution's updates, and all layers on them.
     #[arg(long)]
     renew: bool,
     /// Build a second time, without any layer of the first, and compare the digests.

@@ -167,7 +167,7 @@ pub const REQUIREMENTS: &[Requirement] = &[
             "unit::topology_properties::only_hop_entries_change_on_a_member_when_the_leader_does",
             "cluster: the leader's machine is drained, and its stand-by leads before it goes",
         ],
-        "0 lost: what is on its way when two locations learn of it one after the other; a handshake that came too early is begun anew within 0.8 s",
+        "0 lost: what is on its way when two locations learn of it one after the other; a handshake that came too early is begun again within 0.8 s",
     ),
     requirement(
         22,
