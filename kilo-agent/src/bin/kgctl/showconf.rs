@@ -86,7 +86,8 @@ fn showconf_node(mesh: &Mesh, snapshot: &Snapshot, port: u16, args: &ShowconfArg
         snapshot.nodes.get(&args.name).with_context(|| format!("node {:?} does not exist", args.name))?;
     let Some((own, _)) = mesh.find(&args.name) else {
         bail!(
-            "node {:?} is not ready: it needs an endpoint, a key, a pod CIDR and a recent last-seen",
+            "node {:?} is not ready: it needs an endpoint, a key, a pod CIDR and a recent last-seen; `kgctl status --not-ready` \
+             says what is missing",
             args.name
         );
     };
