@@ -61,14 +61,14 @@ pub const fn unrouted(config: u32) -> Result<Action, DropReason> {
 }
 
 /// The fields of a hop on which the decision depends.
-pub trait Way {
+pub trait HopFields {
     /// `HOP_KIND_*`.
     fn kind(&self) -> u32;
     /// Largest packet in bytes that is sent to a node; 0 = not known.
     fn mtu(&self) -> u32;
 }
 
-impl Way for Hop {
+impl HopFields for Hop {
     #[inline(always)]
     fn kind(&self) -> u32 {
         self.kind
@@ -109,7 +109,7 @@ pub enum Ingress<'a, W> {
 
 /// What `kilo_ingress` does with a packet to the hop that `hop` looks up.
 #[inline(always)]
-pub fn ingress<'a, W: Way>(
+pub fn ingress<'a, W: HopFields>(
     config: u32,
     hop: impl FnOnce() -> Option<&'a W>,
     ttl: u8,
@@ -372,7 +372,7 @@ pub fn guard(
 /// # Errors
 /// `NoHop` when there is no hop that leads to a node or to WireGuard.
 #[inline(always)]
-pub fn beside(hop: Option<&impl Way>, kilo_mtu: u32) -> Result<u32, DropReason> {
+pub fn beside(hop: Option<&impl HopFields>, kilo_mtu: u32) -> Result<u32, DropReason> {
     match hop {
         Some(hop) if hop.kind() == HOP_KIND_NODE => Ok(hop.mtu()),
         Some(hop) if hop.kind() == HOP_KIND_WIREGUARD => Ok(kilo_mtu),

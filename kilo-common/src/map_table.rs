@@ -189,7 +189,7 @@ maps! {
         holds "on a relay: port of a pair → who may send to it, and the end to which it is sent on",
         reason "two ports per pair, of 1,000. One more pair is refused";
     // Only the programs know the layout of this state.
-    RELAY_WAY = "relay_way", Array<u32, ()>, size relay::PORTS, by Packets, since 6, pinned false, gauge false,
+    RELAY_STATE = "relay_state", Array<u32, ()>, size relay::PORTS, by Packets, since 6, pinned false, gauge false,
         holds "on a relay: port of a pair → what it may still send, and the next hop towards the other end",
         reason "one entry per port; a new agent does without its content";
     RELAY_KEY = "relay_key", Hash<u64, relay::Sender>, size 8_192, by Relay, since 6, pinned true, gauge false,

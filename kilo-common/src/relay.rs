@@ -275,7 +275,7 @@ pub const fn is_port(port: u16) -> bool {
     port >= FIRST_PORT && port <= LAST_PORT
 }
 
-/// Index of a port in the array `relay_way`; for all but relays' ports it is beyond the end.
+/// Index of a port in the array `relay_state`; for all but relays' ports it is beyond the end.
 #[inline(always)]
 #[must_use]
 pub const fn slot(port: u16) -> u32 {

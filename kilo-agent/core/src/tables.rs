@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, net::IpAddr};
 
 use ipnet::IpNet;
-use kilo_common::{forwarding::Way, maps};
+use kilo_common::{forwarding::HopFields, maps};
 
 use crate::{flat_map::FlatMap, settings::Tunnel};
 
@@ -60,7 +60,7 @@ pub enum Hop {
     },
 }
 
-impl Way for Hop {
+impl HopFields for Hop {
     fn kind(&self) -> u32 {
         match self {
             Self::Local => maps::HOP_KIND_LOCAL,

@@ -5,7 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 crate::label_values! {
-    /// How two locations are connected: label `path` of `kilo_tunnels`, and `way` of a status.
+    /// How two locations are connected: label `path` of `kilo_tunnels`, and `path` of a status.
     #[derive(PartialOrd, Ord)]
     TunnelPath {
         /// At an endpoint that one of the two publishes.

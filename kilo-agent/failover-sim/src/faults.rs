@@ -30,7 +30,7 @@ pub enum Fault {
     /// Two nodes do not hear each other.
     Link(usize, usize),
     /// A gateway and a far leader do not reach each other.
-    Way(usize, usize),
+    FarPath(usize, usize),
     /// Its agent is dead; afterwards a new one starts.
     Agent(usize),
     /// Its agent is replaced by one of another layout of the maps: marks are lost, and its word

@@ -142,13 +142,13 @@ pub const SCENARIOS: &[Scenario] = &[
             MANY,
             1_000,
             2,
-            |_, _, t| and_power(vec![(t - 15 * SEC, NEVER, Fault::Way(1, 1))], t),
+            |_, _, t| and_power(vec![(t - 15 * SEC, NEVER, Fault::FarPath(1, 1))], t),
         )
     },
     Scenario {
         fars: Some(2),
         ..scenario("the leader does not reach one of two far leaders", MANY, 25_000, 2, |_, _, t| {
-            Schedule::new(vec![(t, NEVER, Fault::Way(0, 1))], t + 90 * SEC)
+            Schedule::new(vec![(t, NEVER, Fault::FarPath(0, 1))], t + 90 * SEC)
         })
     },
     // All that are probed, or some of them.

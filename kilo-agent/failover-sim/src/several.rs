@@ -110,7 +110,7 @@ pub fn shares(seed: u64, active: usize, what: What, log: bool) -> Shares {
     }
     if let What::CordonedBesideOneWithoutWay(node) = what {
         let other = (node + 1) % active;
-        long_ago.push((SEC, NEVER, Fault::Way(other, 2)));
+        long_ago.push((SEC, NEVER, Fault::FarPath(other, 2)));
         long_ago.push((START - 20 * SEC, START - 19 * SEC, Fault::Agent(other)));
     }
     let before = run(Schedule::new(long_ago.clone(), START - SEC), None);
@@ -126,7 +126,7 @@ pub fn shares(seed: u64, active: usize, what: What, log: bool) -> Shares {
         What::NoGateway(node, seconds) => {
             (vec![(START, START + seconds * SEC, Fault::NoGateway(node))], Vec::new())
         }
-        What::JoinsWithoutWay => (vec![(SEC, NEVER, Fault::Way(active, 2))], Vec::new()),
+        What::JoinsWithoutWay => (vec![(SEC, NEVER, Fault::FarPath(active, 2))], Vec::new()),
         What::Joins | What::OneLeads => (Vec::new(), Vec::new()),
     };
     let faults = long_ago.into_iter().chain(faults).collect();

@@ -105,7 +105,7 @@ impl Detector {
         let nonce = turn.nonce();
         let patience = self.timeout(params).max(usual(far) * 13 / 10 + params.margin);
         self.path.sent(nonce, turn.now, turn.now + patience);
-        turn.push(Output::Probe { nonce, way: ProbePath::Path(far, target) });
+        turn.push(Output::Probe { nonce, path: ProbePath::Path(far, target) });
         Some(far)
     }
 
@@ -120,7 +120,7 @@ impl Detector {
     fn probe_lan(&mut self, params: &Params, leader: NodeId, turn: &mut Turn<'_>) {
         let nonce = turn.nonce();
         self.lan.sent(nonce, turn.now, turn.now + params.lan_deadline);
-        turn.push(Output::Probe { nonce, way: ProbePath::Lan(leader) });
+        turn.push(Output::Probe { nonce, path: ProbePath::Lan(leader) });
     }
 
     /// How long a path probe may take.
@@ -218,9 +218,9 @@ mod tests {
                 detector.probe_between(&params, LEADER, &mut turn);
             }
             for output in out {
-                let Output::Probe { nonce, way } = output else { continue };
-                before += usize::from(way == ProbePath::Lan(LEADER) && now < until);
-                let takes = if way == ProbePath::Lan(LEADER) { MS } else { trip };
+                let Output::Probe { nonce, path } = output else { continue };
+                before += usize::from(path == ProbePath::Lan(LEADER) && now < until);
+                let takes = if path == ProbePath::Lan(LEADER) { MS } else { trip };
                 if now + takes < until {
                     answers.insert(now + takes, nonce);
                 }

@@ -171,7 +171,7 @@ impl Member {
             self.turns += 1;
             let nonce = turn.nonce();
             self.row.sent(nonce, turn.now, turn.now + self.timeout(params) * 3 / 2 + i * 5 * MS);
-            turn.push(Output::Probe { nonce, way: ProbePath::Path(far, target) });
+            turn.push(Output::Probe { nonce, path: ProbePath::Path(far, target) });
         }
     }
 
@@ -221,8 +221,8 @@ impl Member {
         let nonces = [turn.nonce(), turn.nonce()];
         for (i, nonce) in nonces.into_iter().enumerate() {
             let Some(far) = view.fars.get((self.turns + i) % view.fars.len().max(1)) else { return };
-            let way = ProbePath::Path(*far, Target::of_turn(params, self.turns + i, view.fars.len()));
-            turn.after(i as u64 * Self::APART, Output::Probe { nonce, way });
+            let path = ProbePath::Path(*far, Target::of_turn(params, self.turns + i, view.fars.len()));
+            turn.after(i as u64 * Self::APART, Output::Probe { nonce, path });
         }
         let end = turn.now + Self::APART + patience;
         self.remember(question.sender, id, turn.now);

@@ -30,7 +30,7 @@ impl Tunnel {
     fn probe(&mut self, turn: &mut Turn<'_>) {
         let nonce = turn.nonce();
         self.row.sent(nonce, turn.now, turn.now + self.trip.usual() * 3 / 2 + 30 * MS);
-        turn.push(Output::Probe { nonce, way: ProbePath::Own(self.far) });
+        turn.push(Output::Probe { nonce, path: ProbePath::Own(self.far) });
     }
 
     /// Handles the answer to the probe with this nonce; returns whether it was one of this tunnel's.
@@ -473,7 +473,7 @@ mod tests {
             tunnels
                 .wake_up(&params, &mut Turn { now, random: &mut random, out: &mut out, later: &mut later });
             for output in out {
-                if let Output::Probe { nonce, way: ProbePath::Own(far) } = output
+                if let Output::Probe { nonce, path: ProbePath::Own(far) } = output
                     && answers(far, now)
                 {
                     assert!(tunnels.answered(&params, nonce, now + 2 * MS));

@@ -39,7 +39,7 @@ pub enum Output {
         /// Comes back in the answer.
         nonce: u64,
         /// Its path and destination.
-        way: ProbePath,
+        path: ProbePath,
     },
     /// Send a tagged signal to a node of the location.
     Lan(NodeId, Signal),

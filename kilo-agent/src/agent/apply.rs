@@ -143,7 +143,7 @@ impl<B: Backend> Agent<B> {
             plan,
             state: &host.state,
             device: &host.interface.device,
-            uplink: host.ways_out.default,
+            uplink: host.routes_out.default,
             keys: failover.keys(),
         })
     }

@@ -14,7 +14,7 @@ use kilo_core::{
 use kilo_host::{
     interface::Interface,
     net::{
-        Link, MainRoute, NetError, OurRoutes, Paths, WaysOut,
+        Link, MainRoute, NetError, OurRoutes, Paths, RoutesOut,
         tunnels::{self, Tunnels},
     },
 };
@@ -54,11 +54,11 @@ pub(super) struct HostState {
     pub interface: Interface,
     pub tunnels: Tunnels,
     pub links: Vec<Link>,
-    pub ways_out: WaysOut,
+    pub routes_out: RoutesOut,
     /// Our routes, until a plan has been applied to them.
     pub routes: Option<OurRoutes>,
     /// Routes on interfaces with global addresses, in the main table.
-    pub ways: Vec<MainRoute>,
+    pub main_routes: Vec<MainRoute>,
     /// What the WireGuard device is configured with.
     pub state: DeviceState,
     /// Paths to nodes, as far as they have been looked up.
@@ -85,17 +85,17 @@ impl<B: Backend> Agent<B> {
             return Err(NetError::Missing(format!("link {}", self.options.interface.name)).into());
         }
         let own: Vec<u32> = [interface.index].into_iter().chain(tunnels.vxlan).chain(tunnels.ipip).collect();
-        let (ways_out, routes) = self.actuators.net.ways_out(&own).await?;
+        let (routes_out, routes) = self.actuators.net.routes_out(&own).await?;
         let leads_out: Vec<u32> = links
             .iter()
             .filter(|link| link.index != interface.index && !link.loopback)
             .filter(|link| link.addresses.iter().any(|address| address.global))
             .map(|link| link.index)
             .collect();
-        let ways = self.actuators.net.ways(&leads_out).await?;
+        let main_routes = self.actuators.net.main_routes(&leads_out).await?;
         let state = interface.device.read().await?;
         let made = u64::from(created) + tunnels.created;
         let (paths, net, routes) = (Paths::default(), None, Some(routes));
-        Ok(HostState { interface, tunnels, links, ways_out, routes, ways, state, paths, net, made })
+        Ok(HostState { interface, tunnels, links, routes_out, routes, main_routes, state, paths, net, made })
     }
 }

@@ -173,9 +173,9 @@ impl<B: Backend> Agent<B> {
     pub async fn run(mut self, stop: CancellationToken) -> Result<(), AgentError> {
         let mut snapshots = self.backend.watch();
         let host_changed = Arc::clone(&self.sources.host_changed);
-        let ways = tokio::sync::watch::Sender::default();
-        watch::watch(Arc::clone(&host_changed), self.actuators.net.rtnl().port(), ways.clone())?;
-        self.spawn_tasks(&stop, ways.subscribe())?;
+        let routes_changed = tokio::sync::watch::Sender::default();
+        watch::watch(Arc::clone(&host_changed), self.actuators.net.rtnl().port(), routes_changed.clone())?;
+        self.spawn_tasks(&stop, routes_changed.subscribe())?;
         let mut resync = tokio::time::interval(self.options.resync.max(Duration::from_millis(100)));
         resync.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut hooks = tokio::time::interval(LOOK_AT_HOOKS);
@@ -235,11 +235,11 @@ impl<B: Backend> Agent<B> {
     }
 
     /// Starts the tasks that run beside the reconciles: NAT GC, writes to the API server, announcements,
-    /// relays. `ways` changes when packets of this host may take another path.
+    /// relays. `routes_changed` changes when packets of this host may take another path.
     fn spawn_tasks(
         &self,
         stop: &CancellationToken,
-        ways: tokio::sync::watch::Receiver<()>,
+        routes_changed: tokio::sync::watch::Receiver<()>,
     ) -> Result<(), AgentError> {
         if self.options.masquerade == Masquerade::Ebpf {
             let gc = self.actuators.dataplane.nat_gc()?;
@@ -257,7 +257,7 @@ impl<B: Backend> Agent<B> {
             view: self.views.status.subscribe(),
             stop: stop.clone(),
         }));
-        self.spawn_relays(stop, ways)
+        self.spawn_relays(stop, routes_changed)
     }
 
     /// Reconciles, counts it and logs the result. After the first one, and after each resync, memory is
@@ -302,7 +302,7 @@ impl<B: Backend> Agent<B> {
     fn spawn_relays(
         &self,
         stop: &CancellationToken,
-        ways: tokio::sync::watch::Receiver<()>,
+        routes_changed: tokio::sync::watch::Receiver<()>,
     ) -> Result<(), AgentError> {
         let mut tools = relay::tools(&self.actuators.dataplane, &self.options.bpffs)?;
         if self.options.relay == Relay::Off {
@@ -316,7 +316,7 @@ impl<B: Backend> Agent<B> {
             relay: self.options.relay,
             relay_rate: self.options.relay_rate,
             view: self.views.relay.subscribe(),
-            ways,
+            routes_changed,
             relays: self.sources.relays.clone(),
             changed: Arc::clone(&self.sources.host_changed),
             metrics: self.metrics.clone(),

@@ -74,7 +74,7 @@ impl<B: Backend> Agent<B> {
             masquerade: self.options.masquerade == Masquerade::Ebpf,
             mtu: self.options.mtu.resolve(
                 &host.links,
-                host.ways_out.default,
+                host.routes_out.default,
                 own.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6()),
             ),
         })?;
@@ -92,8 +92,8 @@ impl<B: Backend> Agent<B> {
             kilo: host.interface.index,
             private: own.internal_ip.map(|net| net.addr()),
             pod_cidrs: &own.pod_cidrs,
-            next_hops: &host.ways_out.next_hops,
-            ways: &host.ways,
+            next_hops: &host.routes_out.next_hops,
+            main_routes: &host.main_routes,
             uplinks: Some(&self.state.uplinks),
         };
         let without_paths = links::host_links(&host.links, &query, &BTreeMap::new());
@@ -103,7 +103,7 @@ impl<B: Backend> Agent<B> {
         found.more_towards.clone_from(&host.paths.several);
         (found.vxlan, found.ipip) = (host.tunnels.vxlan, host.tunnels.ipip);
         links::add_overlay(&mut found, &host.links, &own.name, overlay);
-        links::add_elsewhere(&mut found, &host.ways_out.elsewhere);
+        links::add_elsewhere(&mut found, &host.routes_out.elsewhere);
         match self.options.host_routing {
             HostRouting::Auto => found.tolerates_gaps_in_tcp = conntrack::tolerates_gaps_in_tcp(),
             HostRouting::Off => found.pods.clear(),

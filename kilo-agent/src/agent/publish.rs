@@ -99,7 +99,7 @@ impl<B: Backend> Agent<B> {
         let hostname = self.sources.resolver.resolve_own(&self.options.hostname).await;
         let found = discovery::discover(&discovery::Facts {
             resolved: &hostname,
-            default_interface: host.ways_out.default,
+            default_interface: host.routes_out.default,
             links,
             kilo: host.interface.index,
             pod_cidrs: &seen.pod_cidrs,

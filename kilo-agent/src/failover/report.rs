@@ -250,8 +250,8 @@ impl FailoverMetrics {
     }
 }
 
-const fn label(way: ProbePath) -> &'static str {
-    match way {
+const fn label(path: ProbePath) -> &'static str {
+    match path {
         ProbePath::Lan(_) => "lan",
         ProbePath::Path(..) => "path",
         ProbePath::Own(_) => "own",
@@ -264,29 +264,29 @@ pub struct Out(VecDeque<(u64, Micros, ProbePath, bool)>);
 
 impl Out {
     /// Remembers a probe that was just sent.
-    pub fn sent(&mut self, nonce: u64, now: Micros, way: ProbePath) {
-        self.0.push_back((nonce, now, way, false));
+    pub fn sent(&mut self, nonce: u64, now: Micros, path: ProbePath) {
+        self.0.push_back((nonce, now, path, false));
     }
 
     /// Records the round trip of a probe; repeated answers are ignored.
     pub fn answered(&mut self, nonce: u64, at: Micros, metrics: &FailoverMetrics) {
-        let Some((_, sent, way, answered)) = self.0.iter_mut().rev().find(|probe| probe.0 == nonce) else {
+        let Some((_, sent, path, answered)) = self.0.iter_mut().rev().find(|probe| probe.0 == nonce) else {
             return;
         };
         if !std::mem::replace(answered, true) {
             let seconds = at.saturating_sub(*sent) as f64 / (1_000 * MS) as f64;
-            metrics.round_trip(label(*way), seconds);
+            metrics.round_trip(label(*path), seconds);
         }
     }
 
     /// Counts probes that have been without an answer for too long as lost.
     pub fn expire(&mut self, now: Micros, metrics: &FailoverMetrics) {
-        while let Some((_, sent, way, answered)) = self.0.front() {
+        while let Some((_, sent, path, answered)) = self.0.front() {
             if sent + SEC > now {
                 return;
             }
             if !answered {
-                metrics.probe_lost(label(*way));
+                metrics.probe_lost(label(*path));
             }
             self.0.pop_front();
         }

@@ -8,7 +8,7 @@ use std::{
     fmt::{self, Write as _},
 };
 
-use kilo_core::topology::{Member, Mesh, Segment, Ways, acting};
+use kilo_core::topology::{Member, Mesh, Segment, TunnelPaths, acting};
 
 /// Half the width and half the height of a node's ellipse.
 const NODE: (f64, f64) = (66.0, 24.0);
@@ -38,10 +38,10 @@ line{stroke:#8899aa}\
 type Point = (f64, f64);
 
 /// Draws a complete SVG document; tunnels known not to be direct are marked.
-pub fn svg(mesh: &Mesh, ways: &Ways) -> String {
+pub fn svg(mesh: &Mesh, paths: &TunnelPaths) -> String {
     let mut text = String::new();
     // Writing to a String does not fail.
-    let _ = write(mesh, ways, &mut text);
+    let _ = write(mesh, paths, &mut text);
     text
 }
 
@@ -57,7 +57,7 @@ struct LocationLayout {
     gateways: Vec<usize>,
 }
 
-fn write(mesh: &Mesh, ways: &Ways, out: &mut String) -> fmt::Result {
+fn write(mesh: &Mesh, paths: &TunnelPaths, out: &mut String) -> fmt::Result {
     let used = mesh.gateways_in_use();
     let mut layouts: Vec<LocationLayout> =
         mesh.segments.iter().map(|segment| LocationLayout::of(segment, &used)).collect();
@@ -93,7 +93,7 @@ fn write(mesh: &Mesh, ways: &Ways, out: &mut String) -> fmt::Result {
                 for ((at, one), (to, other)) in
                     from.ends(mesh, index).flat_map(|from| to.ends(mesh, other).map(move |to| (from, to)))
                 {
-                    tunnel(out, (at, to), (one, other), ways)?;
+                    tunnel(out, (at, to), (one, other), paths)?;
                 }
             }
             // Peers know only one key per location.
@@ -277,15 +277,15 @@ fn tunnel(
     out: &mut String,
     (from, to): (Point, Point),
     (one, other): (&str, &str),
-    ways: &Ways,
+    paths: &TunnelPaths,
 ) -> fmt::Result {
-    let Some(way) = ways.between(one, other) else { return line(out, from, to, "") };
-    let class = way.path;
-    let about = escape(&format!("{one} and {other}: {way}"));
+    let Some(path) = paths.between(one, other) else { return line(out, from, to, "") };
+    let class = path.path;
+    let about = escape(&format!("{one} and {other}: {path}"));
     write!(out, "<g><title>{about}</title>")?;
     line(out, from, to, &format!(" class=\"{class}\""))?;
     let (x, y) = (f64::midpoint(from.0, to.0), f64::midpoint(from.1, to.1) - 4.0);
-    writeln!(out, "<text class=\"small\" x=\"{x:.1}\" y=\"{y:.1}\">{}</text></g>", escape(&way.to_string()))
+    writeln!(out, "<text class=\"small\" x=\"{x:.1}\" y=\"{y:.1}\">{}</text></g>", escape(&path.to_string()))
 }
 
 fn line(out: &mut String, from: Point, to: Point, more: &str) -> fmt::Result {
@@ -371,7 +371,7 @@ mod tests {
     #[test]
     fn every_node_and_peer_is_drawn_and_names_cannot_break_out() {
         for (locations, nodes, peers) in [(0, 0, 0), (1, 1, 0), (1, 5, 1), (3, 7, 2), (40, 200, 30)] {
-            let text = svg(&mesh(locations, nodes, peers), &Ways::default());
+            let text = svg(&mesh(locations, nodes, peers), &TunnelPaths::default());
             assert_eq!(text.matches("<ellipse").count(), nodes + peers);
             assert_eq!(text.matches("class=\"location\"").count(), locations);
             assert_eq!(text.matches("class=\"leader\"").count(), locations);
@@ -400,7 +400,7 @@ mod tests {
     fn active_leaders_are_drawn_each_with_its_nodes_and_joined_to_all_others() {
         for (nodes, leaders) in [(2, 2), (5, 2), (9, 3), (12, 5)] {
             let mesh = shared(nodes, leaders);
-            let text = svg(&mesh, &Ways::default());
+            let text = svg(&mesh, &TunnelPaths::default());
             assert_eq!(text.matches("class=\"leader\"").count(), 2, "{text}");
             assert_eq!(text.matches("class=\"gateway\"").count(), 2 * (leaders - 1), "{text}");
             assert_eq!(text.matches("uses gateway").count(), 2 * (nodes - leaders), "{text}");
@@ -425,20 +425,20 @@ mod tests {
     #[test]
     fn tunnels_that_are_not_direct_are_marked_and_named() {
         let mesh = mesh(3, 3, 0);
-        let way = |ends: [&str; 2], path, relay: Option<&str>| {
+        let path = |ends: [&str; 2], path, relay: Option<&str>| {
             (ends.map(str::to_owned), PathWithRelay { path, relay: relay.map(str::to_owned) })
         };
-        let ways = [
-            way(["n1<&>", "n0<&>"], TunnelPath::Relayed, Some("<z>")),
-            way(["n1<&>", "n2<&>"], TunnelPath::Punched, None),
+        let paths = [
+            path(["n1<&>", "n0<&>"], TunnelPath::Relayed, Some("<z>")),
+            path(["n1<&>", "n2<&>"], TunnelPath::Punched, None),
         ];
-        let text = svg(&mesh, &ways.into_iter().collect());
+        let text = svg(&mesh, &paths.into_iter().collect());
         assert_eq!(text.matches("<line x1").count(), 1, "{text}");
         assert_eq!(text.matches("<line class=\"relayed\"").count(), 1, "{text}");
         assert_eq!(text.matches("<line class=\"punched\"").count(), 1, "{text}");
         let relayed = "<title>n0&lt;&amp;&gt; and n1&lt;&amp;&gt;: relayed by &lt;z&gt;</title>";
         assert!(text.contains(relayed) && text.contains(">punched</text></g>"), "{text}");
-        assert!(!svg(&mesh, &Ways::default()).contains("class=\"relayed\""));
+        assert!(!svg(&mesh, &TunnelPaths::default()).contains("class=\"relayed\""));
     }
 
     #[test]
@@ -456,7 +456,7 @@ mod tests {
 
     #[test]
     fn a_mesh_of_a_thousand_locations_stays_small() {
-        let text = svg(&mesh(1000, 1000, 10), &Ways::default());
+        let text = svg(&mesh(1000, 1000, 10), &TunnelPaths::default());
         assert!(text.len() < 2_000_000 && text.contains("lines are left out"), "{}", text.len());
     }
 }

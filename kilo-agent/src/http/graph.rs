@@ -14,7 +14,7 @@ use hyper::{
 };
 use kilo_core::{
     settings::{UnknownValue, parse_value},
-    topology::{self, Mesh, Ways},
+    topology::{self, Mesh, TunnelPaths},
 };
 use sha2::{Digest as _, Sha256};
 use tokio::{sync::Mutex, time::timeout};
@@ -74,7 +74,7 @@ pub struct Graph {
 #[derive(Debug, Default)]
 struct Made {
     of: Weak<Mesh>,
-    ways: Ways,
+    paths: TunnelPaths,
     dot: Option<Bytes>,
     svg: Option<Bytes>,
 }
@@ -125,17 +125,17 @@ impl Graph {
         Self { limit, made: Arc::default() }
     }
 
-    /// Answers `/graph?format=..&layout=..`; unknown parameters are ignored. `ways`: paths of this node's
+    /// Answers `/graph?format=..&layout=..`; unknown parameters are ignored. `paths`: paths of this node's
     /// tunnels that are not direct, drawn beside their lines.
-    pub async fn answer(&self, query: &str, mesh: &Arc<Mesh>, ways: Ways) -> Answer {
+    pub async fn answer(&self, query: &str, mesh: &Arc<Mesh>, paths: TunnelPaths) -> Answer {
         let format = match parameters(query) {
             Ok((format, _)) => format,
             Err(error) => return text(StatusCode::BAD_REQUEST, format!("{error}\n")),
         };
         let (media_type, made) = match format {
-            Format::Svg => ("image/svg+xml", self.make(Text::Svg, mesh, ways).await),
+            Format::Svg => ("image/svg+xml", self.make(Text::Svg, mesh, paths).await),
             Format::Dot | Format::Gv => {
-                ("text/vnd.graphviz; charset=utf-8", self.make(Text::Dot, mesh, ways).await)
+                ("text/vnd.graphviz; charset=utf-8", self.make(Text::Dot, mesh, paths).await)
             }
             other => {
                 let name = other.to_possible_value().map(|value| value.get_name().to_owned());
@@ -155,7 +155,7 @@ impl Graph {
 
     /// Draws outside of the runtime's threads, one at a time; a request that has waited for the same result
     /// finds it cached.
-    async fn make(&self, what: Text, mesh: &Arc<Mesh>, ways: Ways) -> Result<Bytes, RenderError> {
+    async fn make(&self, what: Text, mesh: &Arc<Mesh>, paths: TunnelPaths) -> Result<Bytes, RenderError> {
         let lines = lines(mesh);
         if what == Text::Dot && lines > MOST_LINES {
             return Err(RenderError::TooManyEdges(lines));
@@ -165,13 +165,13 @@ impl Graph {
         let mesh = Arc::clone(mesh);
         // Holds the lock until it is done, even if the client has gone.
         let work = move || {
-            if !std::ptr::eq(made.of.as_ptr(), &raw const *mesh) || made.ways != ways {
-                *made = Made { of: Arc::downgrade(&mesh), ways, ..Made::default() };
+            if !std::ptr::eq(made.of.as_ptr(), &raw const *mesh) || made.paths != paths {
+                *made = Made { of: Arc::downgrade(&mesh), paths, ..Made::default() };
             }
-            let Made { dot, svg, ways, .. } = &mut *made;
+            let Made { dot, svg, paths, .. } = &mut *made;
             match what {
-                Text::Dot => dot.get_or_insert_with(|| topology::dot(&mesh, ways).into()).clone(),
-                Text::Svg => svg.get_or_insert_with(|| drawing::svg(&mesh, ways).into()).clone(),
+                Text::Dot => dot.get_or_insert_with(|| topology::dot(&mesh, paths).into()).clone(),
+                Text::Svg => svg.get_or_insert_with(|| drawing::svg(&mesh, paths).into()).clone(),
             }
         };
         Ok(tokio::task::spawn_blocking(work).await?)
@@ -213,13 +213,14 @@ mod tests {
     async fn a_text_is_made_once_for_each_mesh_and_the_ways_in_it() {
         let graph = Graph::default();
         let (one, other) = (Arc::<Mesh>::default(), Arc::<Mesh>::default());
-        let make = async |what, mesh, ways: &Ways| graph.make(what, mesh, ways.clone()).await.unwrap();
-        let none = Ways::default();
+        let make =
+            async |what, mesh, paths: &TunnelPaths| graph.make(what, mesh, paths.clone()).await.unwrap();
+        let none = TunnelPaths::default();
         let first = make(Text::Svg, &one, &none).await;
         assert_eq!(make(Text::Svg, &one, &none).await.as_ptr(), first.as_ptr());
         assert_ne!(make(Text::Dot, &one, &none).await, first);
-        let way = PathWithRelay { path: TunnelPath::Punched, relay: None };
-        let punched: Ways = [(["a", "b"].map(str::to_owned), way)].into_iter().collect();
+        let path = PathWithRelay { path: TunnelPath::Punched, relay: None };
+        let punched: TunnelPaths = [(["a", "b"].map(str::to_owned), path)].into_iter().collect();
         assert_ne!(make(Text::Svg, &one, &punched).await.as_ptr(), first.as_ptr());
         assert_ne!(make(Text::Svg, &other, &none).await.as_ptr(), first.as_ptr());
     }
@@ -228,17 +229,17 @@ mod tests {
     async fn svg_and_text_are_made_and_other_formats_say_how_to_get_them() {
         let graph = Graph::default();
         let mesh = Arc::default();
-        assert_eq!(graph.answer("", &mesh, Ways::default()).await.status(), StatusCode::OK);
+        assert_eq!(graph.answer("", &mesh, TunnelPaths::default()).await.status(), StatusCode::OK);
         assert_eq!(
-            graph.answer("format=png", &mesh, Ways::default()).await.status(),
+            graph.answer("format=png", &mesh, TunnelPaths::default()).await.status(),
             StatusCode::NOT_IMPLEMENTED
         );
         assert_eq!(
-            graph.answer("format=dot&layout=circo", &mesh, Ways::default()).await.status(),
+            graph.answer("format=dot&layout=circo", &mesh, TunnelPaths::default()).await.status(),
             StatusCode::OK
         );
         assert_eq!(
-            graph.answer("format=pdf", &mesh, Ways::default()).await.status(),
+            graph.answer("format=pdf", &mesh, TunnelPaths::default()).await.status(),
             StatusCode::BAD_REQUEST
         );
     }

@@ -126,7 +126,7 @@ impl Context {
             "/status" => self.page.status().await,
             _ => {
                 let view = view();
-                self.graph.answer(query, &view.observed.mesh, view.ways()).await
+                self.graph.answer(query, &view.observed.mesh, view.paths()).await
             }
         }
     }

@@ -2,7 +2,7 @@
 //! own port by the program `inject`, and received by `lan_ingress`; docs/design/relay.md says why.
 //!
 //! ```text
-//! view ── mesh, device ──> task ── endpoints ──> next reconcile; ways ──> status, metrics, graph
+//! view ── mesh, device ──> task ── endpoints ──> next reconcile; paths ──> status, metrics, graph
 //! ```
 
 mod mesh;
@@ -49,14 +49,14 @@ pub struct Connected {
     /// Name of the other location's gateway.
     pub node: String,
     /// How it is connected.
-    pub way: PathWithRelay,
+    pub through: PathWithRelay,
 }
 
 #[derive(Clone, Debug, Default)]
 struct RelayFindings {
     /// Endpoints that override those of the mesh; true: through a relay.
     endpoints: BTreeMap<PublicKey, (SocketAddr, bool)>,
-    ways: BTreeMap<PublicKey, Connected>,
+    paths: BTreeMap<PublicKey, Connected>,
     /// Peers that were relayed when relays stopped being used, and when that was.
     left: BTreeMap<PublicKey, Instant>,
     /// Addresses of DNS names in endpoints, from the last plan.
@@ -93,8 +93,8 @@ impl Relays {
     }
 
     /// Paths of this node's working tunnels.
-    pub fn ways(&self) -> BTreeMap<PublicKey, Connected> {
-        self.shared().ways.clone()
+    pub fn paths(&self) -> BTreeMap<PublicKey, Connected> {
+        self.shared().paths.clone()
     }
 
     /// Number of pairs of other locations that this node relays for.

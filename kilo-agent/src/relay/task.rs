@@ -13,7 +13,7 @@ use kilo_common::{
     siphash,
 };
 use kilo_core::{
-    relay::{self, Client, Output, OwnEnd, Server, Way},
+    relay::{self, Client, Output, OwnEnd, Path, Server},
     settings,
     signal_id::{self, NodeId},
     tunnel_path::PathWithRelay,
@@ -68,7 +68,7 @@ pub struct Context {
     /// The mesh and the device, as published by reconciles.
     pub view: watch::Receiver<RelayView>,
     /// Changes when packets of this host may take another path.
-    pub ways: watch::Receiver<()>,
+    pub routes_changed: watch::Receiver<()>,
     /// The task's findings, for reconciles.
     pub relays: Relays,
     /// Wakes the reconcile loop.
@@ -110,7 +110,7 @@ pub struct Task {
     /// The locations at the last reading of the device.
     locations: Locations,
     /// Paths as last reported.
-    said: BTreeMap<NodeId, Way>,
+    said: BTreeMap<NodeId, Path>,
     /// Whether the device has been read.
     has_looked: bool,
     /// Pause between two turns while endpoints are defended.
@@ -162,7 +162,7 @@ impl Task {
         let Some(mut ring) = self.ring.take() else { return };
         let mut next = Instant::now();
         // The kernel's events are followed while the agent runs.
-        let mut ways = self.context.ways.clone();
+        let mut routes_changed = self.context.routes_changed.clone();
         let mut last = next;
         loop {
             tokio::select! {
@@ -186,7 +186,7 @@ impl Task {
                         return;
                     }
                 },
-                Ok(()) = ways.changed(), if self.server.pairs() > 0 => {
+                Ok(()) = routes_changed.changed(), if self.server.pairs() > 0 => {
                     self.maps.routes_changed();
                     // Collects changes: many routes may change in a row.
                     next = next.min(last + BUSY);
@@ -423,35 +423,35 @@ impl Task {
     fn publish(&mut self) {
         let name = |id: &NodeId| self.far.nodes.get(id);
         let uses = self.is_on();
-        let mut ways = self.client.ways();
+        let mut paths = self.client.paths();
         // Only tunnels that carry packets count here, not those of stand-bys.
-        ways.retain(|id, _| !self.far.stand_bys.contains(id));
+        paths.retain(|id, _| !self.far.stand_bys.contains(id));
         let endpoints = if uses { self.client.endpoints() } else { BTreeMap::new() };
-        for (id, way) in &ways {
-            if self.said.get(id) != Some(way)
+        for (id, path) in &paths {
+            if self.said.get(id) != Some(path)
                 && let Some((_, node)) = name(id)
-                && (self.said.contains_key(id) || *way != Way::Direct)
+                && (self.said.contains_key(id) || *path != Path::Direct)
             {
-                let by = match way {
-                    Way::Relayed(relay) => name(relay).map(|(_, name)| name.as_str()),
+                let by = match path {
+                    Path::Relayed(relay) => name(relay).map(|(_, name)| name.as_str()),
                     _ => None,
                 };
-                tracing::info!(node, path = way.path().label(), by, "tunnel changed its path");
+                tracing::info!(node, path = path.kind().label(), by, "tunnel changed its path");
             }
         }
-        let connected = |(id, way): (&NodeId, &Way)| {
-            let relay = match way {
-                Way::Relayed(relay) => name(relay).map(|(_, name)| name.clone()),
+        let connected = |(id, path): (&NodeId, &Path)| {
+            let relay = match path {
+                Path::Relayed(relay) => name(relay).map(|(_, name)| name.clone()),
                 _ => None,
             };
             let (key, node) = name(id)?;
-            let way = PathWithRelay { path: way.path(), relay };
-            Some((*key, Connected { node: node.clone(), way }))
+            let through = PathWithRelay { path: path.kind(), relay };
+            Some((*key, Connected { node: node.clone(), through }))
         };
-        let connected: BTreeMap<_, _> = ways.iter().filter_map(connected).collect();
+        let connected: BTreeMap<_, _> = paths.iter().filter_map(connected).collect();
         self.context
             .metrics
-            .set_tunnel_paths(connected.values().map(|one| one.way.path), self.server.pairs());
+            .set_tunnel_paths(connected.values().map(|one| one.through.path), self.server.pairs());
         let endpoints: BTreeMap<_, _> =
             endpoints.iter().filter_map(|(id, at)| Some((name(id)?.0, *at))).collect();
         let is_annotated = self.context.view.borrow().observed.own.as_ref().is_some_and(|own| own.relay);
@@ -462,14 +462,14 @@ impl Task {
         let is_left = shared.endpoints.keys().any(|key| !endpoints.contains_key(key));
         let before = std::mem::replace(&mut shared.endpoints, endpoints);
         shared.note_left(uses, before, Instant::now());
-        shared.ways = connected;
+        shared.paths = connected;
         shared.knows = self.has_looked;
         shared.serves = self.server.pairs();
         drop(shared);
         if is_left {
             self.context.changed.notify_one();
         }
-        self.said = ways;
+        self.said = paths;
     }
 }
 

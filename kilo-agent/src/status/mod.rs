@@ -75,7 +75,7 @@ pub struct Status {
     pub direct_tunnels: usize,
     /// Tunnels that are not direct, sorted by the names of their ends.
     #[serde(skip_deserializing, skip_serializing_if = "Vec::is_empty")]
-    pub ways: Vec<WayStatus>,
+    pub indirect_tunnels: Vec<IndirectTunnel>,
     /// Comparison of slices with Nodes; absent when nobody writes slices, or they were not read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub slices: Option<SlicesStatus>,
@@ -281,7 +281,7 @@ pub struct Tunnel {
     pub sent_bytes: u64,
     /// Path of a working tunnel; unknown where the agent has not read the device yet.
     #[serde(default, deserialize_with = "TunnelPath::known", skip_serializing_if = "Option::is_none")]
-    pub way: Option<TunnelPath>,
+    pub path: Option<TunnelPath>,
     /// Name of the relaying node; absent unless relayed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub relay: Option<String>,
@@ -290,11 +290,11 @@ pub struct Tunnel {
 /// A tunnel between two locations that is not direct.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct WayStatus {
+pub struct IndirectTunnel {
     /// The nodes at both ends, sorted by name.
     pub nodes: [String; 2],
     /// Punched or relayed.
-    pub way: TunnelPath,
+    pub path: TunnelPath,
     /// Name of the relaying node; absent unless relayed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub relay: Option<String>,
@@ -303,14 +303,14 @@ pub struct WayStatus {
 impl Tunnel {
     /// How a working tunnel is connected, where that is known.
     pub fn connection(&self) -> Option<PathWithRelay> {
-        self.way.map(|path| PathWithRelay { path, relay: self.relay.clone() })
+        self.path.map(|path| PathWithRelay { path, relay: self.relay.clone() })
     }
 }
 
-impl WayStatus {
+impl IndirectTunnel {
     /// How the tunnel is connected.
     pub fn connection(&self) -> PathWithRelay {
-        PathWithRelay { path: self.way, relay: self.relay.clone() }
+        PathWithRelay { path: self.path, relay: self.relay.clone() }
     }
 }
 
@@ -356,7 +356,7 @@ pub fn of_objects(
         unhealthy: BTreeMap::new(),
         pods: BTreeMap::new(),
         direct_tunnels: 0,
-        ways: Vec::new(),
+        indirect_tunnels: Vec::new(),
         slices: None,
         agent: None,
     }
@@ -511,30 +511,31 @@ impl Status {
     /// Takes over the paths of tunnels between locations from the agents of nodes. Agents are not trusted:
     /// only names of known nodes are accepted, and paths that [`TunnelPath`] has. If both ends disagree, the path
     /// that is not direct counts.
-    pub fn remember_ways(&mut self, seen: &[(String, Self)]) {
+    pub fn remember_paths(&mut self, seen: &[(String, Self)]) {
         let names: BTreeMap<_, _> =
             self.nodes.iter().filter_map(|node| Some((node.key?, node.name.as_str()))).collect();
         let nodes: BTreeSet<_> = self.nodes.iter().map(|node| node.name.as_str()).collect();
         let mut found = BTreeMap::<[&str; 2], (TunnelPath, Option<&str>)>::new();
         for (asked, Self { agent, .. }) in seen {
             for tunnel in agent.iter().flat_map(|agent| &agent.tunnels) {
-                let (Some(way), Some(other)) = (tunnel.way, names.get(&tunnel.key)) else { continue };
+                let (Some(path), Some(other)) = (tunnel.path, names.get(&tunnel.key)) else { continue };
                 let mut ends = [asked, *other];
                 ends.sort_unstable();
-                let known = found.entry(ends).or_insert((way, None));
-                if known.0 == TunnelPath::Direct || way == TunnelPath::Relayed {
-                    *known = (way, tunnel.relay.as_deref().filter(|relay| nodes.contains(relay)));
+                let known = found.entry(ends).or_insert((path, None));
+                if known.0 == TunnelPath::Direct || path == TunnelPath::Relayed {
+                    *known = (path, tunnel.relay.as_deref().filter(|relay| nodes.contains(relay)));
                 }
             }
         }
-        let is_direct = |(_, (way, _)): &(_, (TunnelPath, _))| *way == TunnelPath::Direct;
+        let is_direct = |(_, (path, _)): &(_, (TunnelPath, _))| *path == TunnelPath::Direct;
         let (direct, others): (Vec<_>, Vec<_>) = found.into_iter().partition(is_direct);
-        let way = |(nodes, (way, relay)): ([&str; 2], (TunnelPath, Option<&str>))| WayStatus {
+        let indirect = |(nodes, (path, relay)): ([&str; 2], (TunnelPath, Option<&str>))| IndirectTunnel {
             nodes: nodes.map(str::to_owned),
-            way,
+            path,
             relay: relay.map(str::to_owned),
         };
-        (self.direct_tunnels, self.ways) = (direct.len(), others.into_iter().map(way).collect());
+        (self.direct_tunnels, self.indirect_tunnels) =
+            (direct.len(), others.into_iter().map(indirect).collect());
     }
 
     /// Takes over the problems and impairments that an agent reports for its node.

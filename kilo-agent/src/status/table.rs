@@ -50,14 +50,15 @@ pub fn table(status: &Status, wide: bool) -> String {
         )
     });
     let direct = std::iter::repeat_n(TunnelPath::Direct, status.direct_tunnels);
-    if let Some(ways) = counted_ways(direct.chain(status.ways.iter().map(|tunnel| tunnel.way))) {
-        parts.push(format!("tunnels between locations: {ways}\n"));
+    if let Some(paths) = counted_paths(direct.chain(status.indirect_tunnels.iter().map(|tunnel| tunnel.path)))
+    {
+        parts.push(format!("tunnels between locations: {paths}\n"));
     }
-    let others = status.ways.iter().map(|tunnel| {
+    let others = status.indirect_tunnels.iter().map(|tunnel| {
         let [one, other] = &tunnel.nodes;
         vec![one.clone(), other.clone(), tunnel.connection().to_string()]
     });
-    parts.push(columns(&["LEADER", "LEADER", "WAY"], others));
+    parts.push(columns(&["LEADER", "LEADER", "PATH"], others));
     parts.push(columns(
         &["PEER", "VALID", "ALLOWED-IPS", "ENDPOINT", "REASON"],
         status.peers.iter().map(peer_row),
@@ -101,12 +102,12 @@ fn agent_tables(agent: &AgentStatus, now: Timestamp) -> String {
     for error in &agent.errors {
         text += &format!("error: {error}\n");
     }
-    if let Some(ways) = counted_ways(agent.tunnels.iter().filter_map(|tunnel| tunnel.way)) {
-        text += &format!("tunnels with other locations: {ways}\n");
+    if let Some(paths) = counted_paths(agent.tunnels.iter().filter_map(|tunnel| tunnel.path)) {
+        text += &format!("tunnels with other locations: {paths}\n");
     }
     let age = |time: Option<Timestamp>| time.map_or_else(|| "never".to_owned(), |time| ago(now, time));
     // The column is omitted when all tunnels are direct.
-    let ways = agent.tunnels.iter().any(|tunnel| tunnel.way.is_some_and(|way| way != TunnelPath::Direct));
+    let paths = agent.tunnels.iter().any(|tunnel| tunnel.path.is_some_and(|path| path != TunnelPath::Direct));
     let tunnels = agent.tunnels.iter().map(|tunnel| {
         let mut row = vec![
             tunnel.name.clone().unwrap_or_else(|| tunnel.key.to_string()),
@@ -115,14 +116,14 @@ fn agent_tables(agent: &AgentStatus, now: Timestamp) -> String {
             bytes(tunnel.received_bytes),
             bytes(tunnel.sent_bytes),
         ];
-        if ways {
-            row.insert(2, way(tunnel));
+        if paths {
+            row.insert(2, path(tunnel));
         }
         row
     });
     let mut names = vec!["TUNNEL", "ENDPOINT", "HANDSHAKE", "RECEIVED", "SENT"];
-    if ways {
-        names.insert(2, "WAY");
+    if paths {
+        names.insert(2, "PATH");
     }
     let tunnels = columns(&names, tunnels);
     let programs = columns(&["PROGRAM", "INTERFACE", "DIRECTION", "HOOK"], program_rows(&agent.programs));
@@ -168,17 +169,17 @@ fn program_rows(programs: &[Attached]) -> impl Iterator<Item = Vec<String>> {
 }
 
 /// Number of working tunnels by path; `None` when there are none.
-fn counted_ways(ways: impl Iterator<Item = TunnelPath>) -> Option<String> {
+fn counted_paths(paths: impl Iterator<Item = TunnelPath>) -> Option<String> {
     let mut counts = BTreeMap::<TunnelPath, usize>::new();
-    for way in ways {
-        *counts.entry(way).or_default() += 1;
+    for path in paths {
+        *counts.entry(path).or_default() += 1;
     }
-    let texts: Vec<_> = counts.iter().map(|(way, count)| format!("{count} {way}")).collect();
+    let texts: Vec<_> = counts.iter().map(|(path, count)| format!("{count} {path}")).collect();
     (!texts.is_empty()).then(|| texts.join(", "))
 }
 
-fn way(tunnel: &Tunnel) -> String {
-    tunnel.connection().map_or_else(none, |way| way.to_string())
+fn path(tunnel: &Tunnel) -> String {
+    tunnel.connection().map_or_else(none, |path| path.to_string())
 }
 
 fn failover_row(failover: &FailoverStatus, now: Timestamp) -> Vec<String> {
@@ -326,7 +327,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::status::{WayStatus, of_objects};
+    use crate::status::{IndirectTunnel, of_objects};
 
     #[test]
     fn a_program_on_many_interfaces_has_one_row() {
@@ -351,20 +352,20 @@ mod tests {
 
     #[test]
     fn ways_are_counted_where_any_tunnel_is_known_to_work() {
-        let tunnel = |way: Option<TunnelPath>| Tunnel {
+        let tunnel = |path: Option<TunnelPath>| Tunnel {
             name: None,
             key: PublicKey([1; 32]),
             endpoint: None,
             last_handshake: None,
             received_bytes: 0,
             sent_bytes: 0,
-            way,
+            path,
             relay: None,
         };
-        let counted = |tunnels: &[Tunnel]| counted_ways(tunnels.iter().filter_map(|tunnel| tunnel.way));
+        let counted = |tunnels: &[Tunnel]| counted_paths(tunnels.iter().filter_map(|tunnel| tunnel.path));
         assert_eq!(counted(&[tunnel(None)]), None);
         let tunnels =
-            [TunnelPath::Relayed, TunnelPath::Direct, TunnelPath::Direct].map(|way| tunnel(Some(way)));
+            [TunnelPath::Relayed, TunnelPath::Direct, TunnelPath::Direct].map(|path| tunnel(Some(path)));
         assert_eq!(counted(&tunnels).as_deref(), Some("2 direct, 1 relayed"));
     }
 
@@ -379,14 +380,14 @@ mod tests {
         let mesh = Mesh::default();
         let mut status =
             of_objects(&mesh, &snapshot, &BTreeSet::new(), Granularity::Location, Timestamp(1_000));
-        let tunnel = |n: u8, way: TunnelPath, relay: Option<&str>| Tunnel {
+        let tunnel = |n: u8, path: TunnelPath, relay: Option<&str>| Tunnel {
             name: None,
             key: PublicKey([n; 32]),
             endpoint: None,
             last_handshake: None,
             received_bytes: 0,
             sent_bytes: 0,
-            way: Some(way),
+            path: Some(path),
             relay: relay.map(str::to_owned),
         };
         let reports = |asked: &str, tunnels: Vec<Tunnel>| {
@@ -395,21 +396,21 @@ mod tests {
         };
         let all = vec![tunnel(2, Relayed, Some("n3")), tunnel(3, Direct, None), tunnel(9, Punched, None)];
         let lies =
-            vec![Tunnel { way: None, ..tunnel(3, Direct, None) }, tunnel(1, Direct, Some("\u{1b}[2J"))];
+            vec![Tunnel { path: None, ..tunnel(3, Direct, None) }, tunnel(1, Direct, Some("\u{1b}[2J"))];
         let mut seen = vec![reports("n1", all), reports("n2", lies)];
-        let mut ways = |seen: &[(String, Status)]| {
-            status.remember_ways(seen);
-            let text = |it: &WayStatus| format!("{} {}", it.nodes.join(" "), it.connection());
-            (status.direct_tunnels, status.ways.iter().map(text).collect::<Vec<_>>())
+        let mut paths = |seen: &[(String, Status)]| {
+            status.remember_paths(seen);
+            let text = |it: &IndirectTunnel| format!("{} {}", it.nodes.join(" "), it.connection());
+            (status.direct_tunnels, status.indirect_tunnels.iter().map(text).collect::<Vec<_>>())
         };
         assert_eq!(
-            ways(&seen),
+            paths(&seen),
             (1, vec!["n1 n2 relayed by n3".to_owned()]),
             "the name it gives itself does not count"
         );
         seen.push(reports("n3", vec![tunnel(1, Punched, None), tunnel(2, Relayed, Some("\u{1b}[2J"))]));
         let all = ["n1 n2 relayed by n3", "n1 n3 punched", "n2 n3 relayed"].map(str::to_owned).to_vec();
-        assert_eq!(ways(&seen), (0, all));
+        assert_eq!(paths(&seen), (0, all));
         let text = table(&status, false);
         assert!(text.contains("tunnels between locations: 1 punched, 2 relayed\n"), "{text}");
         assert!(text.contains("n1       n2       relayed by n3"), "{text}");
@@ -417,19 +418,19 @@ mod tests {
 
     #[test]
     fn a_path_that_an_agent_invents_is_unknown_and_spoils_nothing() {
-        let tunnel = |way: &str| {
+        let tunnel = |path: &str| {
             let json = serde_json::json!({
                 "name": null, "key": PublicKey([1; 32]), "endpoint": null, "lastHandshake": null,
-                "receivedBytes": 0, "sentBytes": 0, "way": way,
+                "receivedBytes": 0, "sentBytes": 0, "path": path,
             });
             serde_json::from_value::<Tunnel>(json).unwrap()
         };
         for path in TunnelPath::ALL {
             let known = tunnel(path.label());
-            assert_eq!(known.way, Some(*path));
-            assert_eq!(serde_json::to_value(known).unwrap()["way"], path.label());
+            assert_eq!(known.path, Some(*path));
+            assert_eq!(serde_json::to_value(known).unwrap()["path"], path.label());
         }
-        assert_eq!(tunnel("\u{1b}[2J").way, None);
+        assert_eq!(tunnel("\u{1b}[2J").path, None);
     }
 
     #[test]

@@ -16,7 +16,7 @@ use kilo_core::{
     objects::Snapshot,
     observed::Attached,
     settings::Granularity,
-    topology::{CheckedIn, Mesh, ObservedMesh, TunnelEnd, Ways, tunnel_ends},
+    topology::{CheckedIn, Mesh, ObservedMesh, TunnelEnd, TunnelPaths, tunnel_ends},
     tunnel_path::TunnelPath,
     wireguard::key::PublicKey,
 };
@@ -84,11 +84,12 @@ impl View {
     }
 
     /// Paths of this node's tunnels that are not direct, for the graph.
-    pub fn ways(&self) -> Ways {
-        let ways = self.relays.ways();
-        let others = ways.values().filter(|connected| connected.way.path != TunnelPath::Direct);
-        let way = |Connected { node, way }: &Connected| ([self.node.clone(), node.clone()], way.clone());
-        others.map(way).collect()
+    pub fn paths(&self) -> TunnelPaths {
+        let paths = self.relays.paths();
+        let others = paths.values().filter(|connected| connected.through.path != TunnelPath::Direct);
+        let path =
+            |Connected { node, through }: &Connected| ([self.node.clone(), node.clone()], through.clone());
+        others.map(path).collect()
     }
 
     /// Builds the current status; the caller provides `counters`, `unhealthy` and `degraded`. Reads the
@@ -128,7 +129,7 @@ impl View {
             interface: self.interface.clone(),
             unhealthy,
             degraded,
-            tunnels: tunnels(mesh, peers, &self.relays.ways(), time),
+            tunnels: tunnels(mesh, peers, &self.relays.paths(), time),
             relays: self.relays.serves(),
             relay: self.relays.offer().map(str::to_owned),
             packets: counted(counters.actions),
@@ -164,7 +165,7 @@ fn failover(report: Report, now: Instant, time: Timestamp) -> FailoverStatus {
 fn tunnels(
     mesh: &Mesh,
     peers: BTreeMap<PublicKey, DevicePeer>,
-    ways: &BTreeMap<PublicKey, Connected>,
+    paths: &BTreeMap<PublicKey, Connected>,
     time: Timestamp,
 ) -> Vec<Tunnel> {
     let ends = tunnel_ends(mesh);
@@ -175,8 +176,8 @@ fn tunnels(
         last_handshake: peer.handshake_age.map(|age| time.before(age)),
         received_bytes: peer.rx_bytes,
         sent_bytes: peer.tx_bytes,
-        way: ways.get(&key).map(|connected| connected.way.path),
-        relay: ways.get(&key).and_then(|connected| connected.way.relay.clone()),
+        path: paths.get(&key).map(|connected| connected.through.path),
+        relay: paths.get(&key).and_then(|connected| connected.through.relay.clone()),
     };
     let mut tunnels: Vec<_> = peers.into_iter().map(tunnel).collect();
     tunnels.sort_by(|a, b| (&a.name, &a.key).cmp(&(&b.name, &b.key)));

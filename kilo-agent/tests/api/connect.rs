@@ -122,8 +122,8 @@ fn node_knows(key: PublicKey) {
 /// How a packet from this machine leaves: nowhere, through the tunnel, or in cleartext.
 fn leaves(to: &str) -> &'static str {
     match sh(&format!("ip route get {to} 2>&1 || true")) {
-        way if way.contains("unreachable") || way.contains("No route to host") => "nowhere",
-        way if way.contains("dev kilo0") => "tunnel",
+        route if route.contains("unreachable") || route.contains("No route to host") => "nowhere",
+        route if route.contains("dev kilo0") => "tunnel",
         _ => "in cleartext",
     }
 }

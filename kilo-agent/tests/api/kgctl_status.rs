@@ -78,8 +78,8 @@ async fn scripts_learn_from_status_whether_all_is_well_and_wait_until_it_is() {
     assert!(wide.contains(&PublicKey([3; 32]).to_string()), "{wide}");
 
     let (_, plain, _) = run("graph", &kubeconfig, &[]);
-    let (code, dot, said) = run("graph", &kubeconfig, &["--ways"]);
-    assert_eq!((code, &dot), (0, &plain), "nobody runs agents, so no way is known: {said}");
+    let (code, dot, said) = run("graph", &kubeconfig, &["--paths"]);
+    assert_eq!((code, &dot), (0, &plain), "nobody runs agents, so no path is known: {said}");
     assert!(said.contains("tunnel paths of n1 are unknown: its agent did not answer: "), "{said}");
 
     for name in ["--location=north", "nowhere"] {

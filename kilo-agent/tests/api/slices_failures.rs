@@ -27,13 +27,13 @@ const RECOVERED: Duration = Duration::from_secs(30);
 /// How long an agent of a mesh of 100 waits for a writer when it starts.
 const WAITS: Duration = Duration::from_millis(4500);
 
-/// A way to the API server that can fail.
-struct Way {
+/// The API server behind a proxy that can fail.
+struct FailingApi {
     front: Front,
     proxy: Proxy,
 }
 
-impl Way {
+impl FailingApi {
     async fn to(cluster: &Cluster) -> Self {
         let client = kubernetes::client(Some(&cluster.kubeconfig), None).await.unwrap();
         let front = Front::start(client).await;
@@ -68,32 +68,32 @@ impl Way {
     }
 }
 
-/// An agent that writes slices, and another one that reads them in a way that can fail.
-async fn writer_and_reader(cluster: &Cluster) -> (KubernetesBackend, KubernetesBackend, Way) {
+/// An agent that writes slices, and another one that reads them through a proxy that can fail.
+async fn writer_and_reader(cluster: &Cluster) -> (KubernetesBackend, KubernetesBackend, FailingApi) {
     let (agents, _) = cluster.by_rank(2).await;
     let writer = cluster.backend(&agents[0]).await;
     read_slices(&[&writer]).await;
-    let way = Way::to(cluster).await;
-    let reader = way.backend(cluster, &agents[1]).await;
+    let api = FailingApi::to(cluster).await;
+    let reader = api.backend(cluster, &agents[1]).await;
     read_slices(&[&reader]).await;
-    (writer, reader, way)
+    (writer, reader, api)
 }
 
 #[tokio::test]
 async fn a_refusal_counts_only_when_it_lasts() {
     let Some(cluster) = Cluster::start(3).await else { return };
-    let (_writer, reader, way) = writer_and_reader(&cluster).await;
-    way.set(Manner::NoSlices(403)).await;
-    wait::until("slices are refused", RECOVERED, async || way.for_slices() >= 2).await;
-    way.front.set(Manner::Honest);
+    let (_writer, reader, api) = writer_and_reader(&cluster).await;
+    api.set(Manner::NoSlices(403)).await;
+    wait::until("slices are refused", RECOVERED, async || api.for_slices() >= 2).await;
+    api.front.set(Manner::Honest);
     cluster.create("n90", 90).await;
     wait::until("the watch goes on", RECOVERED, async || {
         assert!(report(&reader).reads, "{:?}", report(&reader));
         reader.watch().borrow().nodes.contains("n90")
     })
     .await;
-    assert_eq!(way.lists(), 0, "{:?}", way.front.asked());
-    way.set(Manner::NoSlices(403)).await;
+    assert_eq!(api.lists(), 0, "{:?}", api.front.asked());
+    api.set(Manner::NoSlices(403)).await;
     let took = wait::until("a lasting refusal counts", Duration::from_mins(2), async || {
         let report = report(&reader);
         !report.reads && report.against.is_some_and(|against| against.contains("may not read"))
@@ -110,23 +110,23 @@ async fn an_overloaded_server_is_asked_for_slices_again_before_it_is_asked_for_a
     let (agents, _) = cluster.by_rank(2).await;
     let writer = cluster.backend(&agents[0]).await;
     read_slices(&[&writer]).await;
-    let way = Way::to(&cluster).await;
-    way.front.set(Manner::NoSlices(429));
+    let api = FailingApi::to(&cluster).await;
+    api.front.set(Manner::NoSlices(429));
     let relieved = async {
-        wait::until("slices are asked for", SOON, async || way.for_slices() >= 2).await;
-        assert_eq!(way.lists(), 0, "{:?}", way.front.asked());
-        way.front.set(Manner::Honest);
+        wait::until("slices are asked for", SOON, async || api.for_slices() >= 2).await;
+        assert_eq!(api.lists(), 0, "{:?}", api.front.asked());
+        api.front.set(Manner::Honest);
     };
-    let (reader, ()) = tokio::join!(way.backend(&cluster, &agents[1]), relieved);
+    let (reader, ()) = tokio::join!(api.backend(&cluster, &agents[1]), relieved);
     assert!(report(&reader).reads, "{:?}", report(&reader));
-    assert_eq!((reader.watch().borrow().nodes.len(), way.lists()), (3, 0));
+    assert_eq!((reader.watch().borrow().nodes.len(), api.lists()), (3, 0));
 }
 
 #[tokio::test]
 async fn nobody_turns_to_nodes_while_the_server_cannot_list_them() {
     let Some(cluster) = Cluster::start(3).await else { return };
-    let (_writer, reader, way) = writer_and_reader(&cluster).await;
-    way.front.set(Manner::Listless);
+    let (_writer, reader, api) = writer_and_reader(&cluster).await;
+    api.front.set(Manner::Listless);
     // Its agent renews only last-seen, as Kilo's own does.
     let (_, others) = cluster.by_rank(2).await;
     cluster.annotate(&others[0], "last-seen", &(now() + 7).to_string()).await;
@@ -135,8 +135,8 @@ async fn nobody_turns_to_nodes_while_the_server_cannot_list_them() {
     })
     .await;
     wait::stays("slices are read", Duration::from_secs(8), async || report(&reader).reads).await;
-    assert_eq!(way.lists(), 0, "{:?}", way.front.asked());
-    way.front.set(Manner::Honest);
+    assert_eq!(api.lists(), 0, "{:?}", api.front.asked());
+    api.front.set(Manner::Honest);
     wait::until("the server lists Nodes again", RECOVERED, async || !report(&reader).reads).await;
     until(&mut reader.watch(), SOON, |snapshot| snapshot.nodes[&*others[0]].declared_alive.is_none()).await;
 }
@@ -148,15 +148,15 @@ async fn slices_that_are_emptied_while_an_agent_turns_to_them_are_not_believed()
     let leases: Api<Lease> = Api::namespaced(cluster.admin.clone(), "kube-system");
     leases.delete(LEASE, &DeleteParams::default()).await.unwrap();
     let (_, mut index) = cluster.slices_by_hand(now() - 1_000_000).await;
-    let way = Way::to(&cluster).await;
-    let backend = way.backend(&cluster, "n00").await;
+    let api = FailingApi::to(&cluster).await;
+    let backend = api.backend(&cluster, "n00").await;
     assert!(!report(&backend).reads, "{:?}", report(&backend));
-    way.front.set(Manner::SlowLists(Duration::from_secs(3)));
+    api.front.set(Manner::SlowLists(Duration::from_secs(3)));
     index.spec.index.as_mut().unwrap().renewed = now();
     cluster.write(&mut index).await;
     let is_own = |what: &str| what.contains("fieldSelector") && !what.contains("watch=true");
     wait::until("the agent turns to slices", SOON, async || {
-        way.front.asked().iter().any(|(_, what)| is_own(what))
+        api.front.asked().iter().any(|(_, what)| is_own(what))
     })
     .await;
     index.spec.index.as_mut().unwrap().slices.clear();
@@ -176,16 +176,16 @@ async fn after_a_power_failure_agents_wait_for_one_that_writes_before_they_list_
     leases.delete(LEASE, &DeleteParams::default()).await.unwrap();
     let (_, mut index) = cluster.slices_by_hand(now() - 1_000_000).await;
     let (candidates, others) = cluster.by_rank(10).await;
-    let way = Way::to(&cluster).await;
+    let api = FailingApi::to(&cluster).await;
     let started = Instant::now();
-    let candidate = way.backend(&cluster, &candidates[9]).await;
+    let candidate = api.backend(&cluster, &candidates[9]).await;
     assert!(started.elapsed() < WAITS, "{:?}", started.elapsed());
-    assert_eq!((report(&candidate).reads, way.lists()), (false, 1), "it could not write without");
+    assert_eq!((report(&candidate).reads, api.lists()), (false, 1), "it could not write without");
     drop(candidate);
-    way.front.set(Manner::Honest);
+    api.front.set(Manner::Honest);
     let renewed = async {
         wait::until("slices are watched", SOON, async || {
-            way.front
+            api.front
                 .asked()
                 .iter()
                 .any(|(_, what)| what.contains("/nodeslices") && what.contains("watch=true"))
@@ -194,7 +194,7 @@ async fn after_a_power_failure_agents_wait_for_one_that_writes_before_they_list_
         index.spec.index.as_mut().unwrap().renewed = now();
         cluster.write(&mut index).await;
     };
-    let (waits, ()) = tokio::join!(way.backend(&cluster, &others[0]), renewed);
+    let (waits, ()) = tokio::join!(api.backend(&cluster, &others[0]), renewed);
     assert!(report(&waits).reads, "{:?}", report(&waits));
-    assert_eq!((waits.watch().borrow().nodes.len(), way.lists()), (100, 0));
+    assert_eq!((waits.watch().borrow().nodes.len(), api.lists()), (100, 0));
 }

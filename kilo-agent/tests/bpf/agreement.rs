@@ -261,7 +261,7 @@ fn in_clear(program: &str, tables: &Tables, input: &Input, verdict: i32, longer:
         _ => return Some("something that is no IP packet is sent".to_owned()),
     };
     let value = longest(&tables.prefix, dst)?;
-    let Some(Hop::Node { tunnel, remote, .. }) = tables.way(value.hop) else {
+    let Some(Hop::Node { tunnel, remote, .. }) = tables.hop(value.hop) else {
         return Some(format!("{dst} is sent where the tables name no node"));
     };
     if (tables.config.ipip_ifindex, tables.config.vxlan_ifindex) != (0, 0) {

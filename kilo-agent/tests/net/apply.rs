@@ -82,7 +82,7 @@ fn routes_that_were_read_are_not_read_again_unless_something_was_written_since()
         let kilo = setup();
         let net = Net::new().unwrap();
         net.apply(&plan(), kilo).await.unwrap();
-        let known = || async { Some(net.ways_out(&[kilo]).await.unwrap().1) };
+        let known = || async { Some(net.routes_out(&[kilo]).await.unwrap().1) };
         assert_eq!(net.apply_to(known().await, &plan(), kilo).await.unwrap(), 0, "all of ours were found");
         let before = known().await;
         sh("ip route del 192.0.2.7/32");
@@ -105,18 +105,18 @@ fn without_the_device_destinations_are_unreachable_and_not_the_default_routes() 
         let net = Net::new().unwrap();
         assert_eq!(net.apply(&closed_plan(), kilo).await.unwrap(), 1 + 2 + 2 * 4);
         assert_eq!(net.apply(&closed_plan(), kilo).await.unwrap(), 0, "a second apply writes nothing");
-        let ways = |device: &str| {
+        let all_routed = |device: &str| {
             for address in ["10.2.1.7", "192.0.2.7", "fd00:2::7"] {
-                let way = sh(&format!("ip route get {address} 2>&1 || true"));
-                let way = way.replace("No route to host", "unreachable");
-                assert!(way.contains(device), "{address}: {way}");
+                let route = sh(&format!("ip route get {address} 2>&1 || true"));
+                let route = route.replace("No route to host", "unreachable");
+                assert!(route.contains(device), "{address}: {route}");
             }
         };
-        ways("dev kilo0");
+        all_routed("dev kilo0");
         sh("ip link set kilo0 down");
-        ways("unreachable");
+        all_routed("unreachable");
         net.apply(&closed_plan(), kilo).await.unwrap();
-        ways("dev kilo0");
+        all_routed("dev kilo0");
         assert_eq!(net.apply(&closed_plan(), kilo).await.unwrap(), 0);
 
         // One route becomes open again, another goes.
@@ -136,7 +136,7 @@ fn without_the_device_destinations_are_unreachable_and_not_the_default_routes() 
 
         // The device cannot be set up: everything possible is created, and what was refused is reported.
         sh("ip link del kilo0");
-        ways("unreachable");
+        all_routed("unreachable");
         let mut more = closed_plan();
         more.routes.extend([Route { closed: true, ..route("10.2.9.0/24", "10.0.0.5") }]);
         let refused = net.apply(&more, kilo).await.unwrap_err();
@@ -178,16 +178,16 @@ fn pods_without_a_route_are_unreachable_until_a_bridge_has_them() {
         net.apply(&closed_plan(), kilo).await.unwrap();
         let prefixes = ["10.42.1.0/24", "fd00:42:1::/64"].map(|prefix| prefix.parse().unwrap());
         let with = NetPlan { unreachable: prefixes.into(), ..closed_plan() };
-        let way = |address: &str| sh(&format!("ip route get {address} 2>&1 || true"));
-        assert!(way("10.42.1.7").contains("eth0"), "the default route: {}", way("10.42.1.7"));
+        let route = |address: &str| sh(&format!("ip route get {address} 2>&1 || true"));
+        assert!(route("10.42.1.7").contains("eth0"), "the default route: {}", route("10.42.1.7"));
         assert_eq!(net.change(&closed_plan(), &with, kilo).await.unwrap(), 2);
         for _ in 0..2 {
             assert_eq!(net.change(&with, &with, kilo).await.unwrap(), 0);
             assert_eq!(net.apply(&with, kilo).await.unwrap(), 0);
         }
         let unreachable = |address: &str| {
-            let way = way(address).replace("No route to host", "unreachable");
-            assert!(way.contains("unreachable"), "{address}: {way}");
+            let route = route(address).replace("No route to host", "unreachable");
+            assert!(route.contains("unreachable"), "{address}: {route}");
         };
         ["10.42.1.7", "fd00:42:1::7", "10.42.1.1"].iter().copied().for_each(unreachable);
 
@@ -195,7 +195,7 @@ fn pods_without_a_route_are_unreachable_until_a_bridge_has_them() {
         sh("ip link add br0 type bridge && ip addr add 10.42.1.1/24 dev br0
             ip -6 addr add fd00:42:1::1/64 dev br0 nodad && ip link set br0 up");
         for address in ["10.42.1.7", "fd00:42:1::7"] {
-            assert!(way(address).contains("dev br0"), "{address}: {}", way(address));
+            assert!(route(address).contains("dev br0"), "{address}: {}", route(address));
         }
         assert_eq!(net.apply(&with, kilo).await.unwrap(), 0);
         sh("ip link del br0");
@@ -436,7 +436,7 @@ fn links_uplinks_paths_and_addresses_are_found() {
         assert_eq!(host.private, Some(eth0));
         assert_eq!(host.towards.get(&towards[1]), Some(&eth1));
         assert_eq!(host.towards.len(), 1);
-        assert_eq!(net.ways_out(&[]).await.unwrap().0.default, Some(eth0));
+        assert_eq!(net.routes_out(&[]).await.unwrap().0.default, Some(eth0));
         let found = discovery::run(&net, "kilo-no-such-host.invalid", kilo, &pods, &[]).await.unwrap();
         assert_eq!(found.private.unwrap().to_string(), "10.0.0.5/24");
         // The interface of the default route comes first: its IPv6 address is public.
@@ -514,25 +514,25 @@ fn what_we_write_ourselves_does_not_wake_the_watcher_and_what_others_write_does(
 }
 
 #[test]
-fn who_asks_for_ways_is_told_of_routes_and_not_of_neighbours_or_filters() {
-    isolated("who_asks_for_ways_is_told_of_routes_and_not_of_neighbours_or_filters", || async {
+fn who_asks_for_routes_is_told_of_routes_and_not_of_neighbours_or_filters() {
+    isolated("who_asks_for_routes_is_told_of_routes_and_not_of_neighbours_or_filters", || async {
         setup();
         let net = Net::new().unwrap();
         let sender = tokio::sync::watch::Sender::default();
-        let mut ways = sender.subscribe();
+        let mut routes_changed = sender.subscribe();
         kilo_host::net::watch::watch(Arc::default(), net.rtnl().port(), sender).unwrap();
-        while tokio::time::timeout(Duration::from_secs(1), ways.changed()).await.is_ok() {}
+        while tokio::time::timeout(Duration::from_secs(1), routes_changed.changed()).await.is_ok() {}
         sh("ip neighbour replace 10.0.0.77 lladdr 02:00:00:00:00:77 dev eth0; tc qdisc add dev eth0 clsact");
-        assert!(tokio::time::timeout(Duration::from_millis(500), ways.changed()).await.is_err());
+        assert!(tokio::time::timeout(Duration::from_millis(500), routes_changed.changed()).await.is_err());
         for change in [
             "ip route add 10.98.0.0/16 dev eth0",
             "ip -6 rule add from 2001:db8::/32",
             "ip link set eth0 down",
         ] {
             sh(change);
-            let notified = tokio::time::timeout(Duration::from_secs(5), ways.changed()).await;
+            let notified = tokio::time::timeout(Duration::from_secs(5), routes_changed.changed()).await;
             assert!(notified.is_ok_and(|notified| notified.is_ok()), "{change}");
-            while tokio::time::timeout(Duration::from_millis(300), ways.changed()).await.is_ok() {}
+            while tokio::time::timeout(Duration::from_millis(300), routes_changed.changed()).await.is_ok() {}
         }
     });
 }

@@ -76,9 +76,16 @@ fn net(text: &str) -> IpNet {
 async fn look(kilo: u32) -> (Net, HostLinks) {
     let kernel = Net::new().unwrap();
     let links = kernel.links().await.unwrap();
-    let ways = kernel.ways(&links.iter().map(|link| link.index).collect::<Vec<_>>()).await.unwrap();
+    let main_routes =
+        kernel.main_routes(&links.iter().map(|link| link.index).collect::<Vec<_>>()).await.unwrap();
     let pods = PODS.map(net);
-    let query = HostQuery { kilo, private: None, pod_cidrs: &pods, ways: &ways, ..HostQuery::default() };
+    let query = HostQuery {
+        kilo,
+        private: None,
+        pod_cidrs: &pods,
+        main_routes: &main_routes,
+        ..HostQuery::default()
+    };
     let host = links::host_links(&links, &query, &BTreeMap::new());
     (kernel, host)
 }

@@ -68,7 +68,7 @@ fn kg(compatibility: &str) -> Agent {
 }
 
 fn hop() -> Option<Hop> {
-    read_tables(Path::new(BPFFS)).ok()?.way(HOP_REMOTE).copied()
+    read_tables(Path::new(BPFFS)).ok()?.hop(HOP_REMOTE).copied()
 }
 
 fn number(file: &str) -> u64 {

@@ -246,7 +246,7 @@ fn compare_view(
     report.equal(
         "dot",
         at,
-        Graph::parse(&topology::dot(mesh, &topology::Ways::default())),
+        Graph::parse(&topology::dot(mesh, &topology::TunnelPaths::default())),
         Graph::parse(&view.dot),
     );
     compare_probes(mesh, node, settings, view, at, report);

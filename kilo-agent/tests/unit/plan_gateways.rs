@@ -22,7 +22,7 @@ use kilo_core::{
     settings::Granularity,
     showconf,
     signal_id::{self, NodeId},
-    topology::{Acting, ActingLocation, Mesh, Node, Ways, dot},
+    topology::{Acting, ActingLocation, Mesh, Node, TunnelPaths, dot},
     wireguard::key::{PublicKey, SecretKey},
 };
 
@@ -195,7 +195,7 @@ fn one_leader_and_a_node_that_knows_no_several_are_planned_as_before() {
         let mesh = mesh(nodes, Acting::default());
         let key = SecretKey::from_bytes([1; 32]);
         let confs = (0..mesh.segments.len()).map(|at| showconf::of_node(&mesh, at, key, 51820, 0).to_ini());
-        (format!("{:?}", plans(nodes)), confs.collect::<Vec<_>>(), dot(&mesh, &Ways::default()))
+        (format!("{:?}", plans(nodes)), confs.collect::<Vec<_>>(), dot(&mesh, &TunnelPaths::default()))
     };
     assert_eq!(texts(&nodes(1, 5, 2)), texts(&before), "--leaders=1");
     assert_ne!(texts(&nodes(2, 5, 2)).2, texts(&before).2);
@@ -218,7 +218,7 @@ fn status_and_graph_name_the_gateway_of_each_node() {
         let snapshot = Snapshot { nodes: checked_in.collect(), ..Snapshot::default() };
         let ready = nodes.iter().map(|node| node.name.as_str()).collect();
         let status = status::of_objects(&mesh, &snapshot, &ready, Granularity::Location, Timestamp(0));
-        let (table, graph) = (status::table(&status, false), dot(&mesh, &Ways::default()));
+        let (table, graph) = (status::table(&status, false), dot(&mesh, &TunnelPaths::default()));
         let used = mesh.gateways_in_use();
         assert_eq!(used.len(), if leaders > 1 { nodes.len() } else { 0 });
         for node in &nodes {

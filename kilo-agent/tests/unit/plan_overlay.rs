@@ -80,7 +80,7 @@ fn plan(own: &str, compatibility: Compatibility, tunnel: Tunnel) -> HostPlan {
 }
 
 fn towards_leader(plan: &HostPlan) -> (Tunnel, u32, u32, IpAddr, IpAddr) {
-    match *plan.tables.way(HOP_REMOTE).unwrap() {
+    match *plan.tables.hop(HOP_REMOTE).unwrap() {
         Hop::Node { tunnel, ifindex, mtu, local, remote } => (tunnel, ifindex, mtu, local, remote),
         other => panic!("{other:?}"),
     }

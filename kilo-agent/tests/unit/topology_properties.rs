@@ -59,7 +59,7 @@ proptest! {
         let ready: Vec<&Node> = nodes.values().filter(|node| topology::is_complete(node)).collect();
         let mesh = Mesh::new(ready.iter().copied(), &peers, granularity, settings.subnet);
         prop_assert_eq!(mesh.node_count(), ready.len());
-        let _ = topology::dot(&mesh, &topology::Ways::default());
+        let _ = topology::dot(&mesh, &topology::TunnelPaths::default());
         for (own, segment) in mesh.segments.iter().enumerate() {
             let key = kilo_core::wireguard::key::SecretKey::from_bytes([1; 32]);
             let conf = kilo_core::showconf::of_node(&mesh, own, key, 1, 0);

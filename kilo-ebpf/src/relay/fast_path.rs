@@ -58,15 +58,15 @@ pub struct PortState {
     hop: bpf_redir_neigh,
 }
 
-#[btf_map(name = "relay_way")]
-static RELAY_WAY: Array<PortState, { map_table::RELAY_WAY.size as usize }> = Array::new();
+#[btf_map(name = "relay_state")]
+static RELAY_STATE: Array<PortState, { map_table::RELAY_STATE.size as usize }> = Array::new();
 
 /// The state of this port; `None`: the port is not one of a relay's.
 #[inline(always)]
-pub fn way(port: u16) -> Option<&'static mut PortState> {
-    let way = RELAY_WAY.get_ptr_mut(relay::slot(port))?;
+pub fn state(port: u16) -> Option<&'static mut PortState> {
+    let state = RELAY_STATE.get_ptr_mut(relay::slot(port))?;
     // SAFETY: entries of an array are there as long as the program.
-    Some(unsafe { &mut *way })
+    Some(unsafe { &mut *state })
 }
 
 /// The time while one packet is handled: the tick, and nanoseconds, which are read only if needed because
@@ -95,8 +95,8 @@ impl Clock {
 
 /// Whether the port may send this packet on.
 #[inline(always)]
-pub fn may_pass(ctx: &TcContext, way: &mut PortState, port: &Port, clock: &mut Clock) -> bool {
-    way.budget.spend(ctx.len(), port, clock.tick, || clock.nanoseconds())
+pub fn may_pass(ctx: &TcContext, state: &mut PortState, port: &Port, clock: &mut Clock) -> bool {
+    state.budget.spend(ctx.len(), port, clock.tick, || clock.nanoseconds())
 }
 
 /// Ingress of an uplink with Ethernet header; `None`: nothing is done, and `lan_ingress` must decide.
@@ -224,7 +224,7 @@ impl Whole for V6 {
         const INET6: u8 = 10;
         route.family = INET6;
         route.__bindgen_anon_2.flowinfo = (tos << 20).to_be();
-        // SAFETY: sixteen bytes either way.
+        // SAFETY: sixteen bytes either state.
         unsafe {
             route.__bindgen_anon_3.ipv6_src = core::mem::transmute::<[u64; 2], [u32; 4]>(src);
             route.__bindgen_anon_4.ipv6_dst = core::mem::transmute::<[u64; 2], [u32; 4]>(dst);
@@ -293,12 +293,12 @@ fn relay_whole<O: Whole>(skb: Skb) -> i32 {
     if relay::at_port(&arrival, Some(pair)) != Fate::Forward {
         return NOTHING;
     }
-    let Some(way) = way(port) else { return NOTHING };
+    let Some(state) = state(port) else { return NOTHING };
     let clock = &mut Clock::new();
-    if !is_known::<O>(skb, way, pair, u32::from(tos & !3), clock.tick) {
+    if !is_known::<O>(skb, state, pair, u32::from(tos & !3), clock.tick) {
         return NOTHING;
     }
-    if !may_pass(&ctx, way, pair, clock) {
+    if !may_pass(&ctx, state, pair, clock) {
         return DropReason::RelayLimit.index() as i32;
     }
     // SAFETY: as above; that a packet is counted twice or not at all by two CPUs harms nobody.
@@ -337,7 +337,7 @@ fn relay_whole<O: Whole>(skb: Skb) -> i32 {
     (new.udp[0], new.udp[1]) = (new_ports[0], new_ports[1]);
     cb::sent(&ctx);
     count_action(Action::Relay);
-    Act::next_hop(pair.ifindex, &mut way.hop).code()
+    Act::next_hop(pair.ifindex, &mut state.hop).code()
 }
 
 /// Applies the change of the ports through the kernel, which knows whether a device completes the checksum.
@@ -356,27 +356,27 @@ const fn key(pair: &Port, tos: u32) -> u64 {
 
 /// Whether the next hop towards the pair's other end is known.
 #[inline(always)]
-fn is_known<O: Whole>(skb: Skb, way: &mut PortState, pair: &Port, tos: u32, tick: u64) -> bool {
+fn is_known<O: Whole>(skb: Skb, state: &mut PortState, pair: &Port, tos: u32, tick: u64) -> bool {
     // Before Linux 6.10 the helper does not follow routes by mark.
     // SAFETY: the context is valid for the whole program.
     if unsafe { (*skb).mark } != 0 {
         return false;
     }
     let key = key(pair, tos);
-    if tick.wrapping_sub(way.asked) < LASTS && way.key == key {
+    if tick.wrapping_sub(state.asked) < LASTS && state.key == key {
         return true;
     }
-    if ask::<O>(skb, way, pair, tos) == 0 {
+    if ask::<O>(skb, state, pair, tos) == 0 {
         return false;
     }
-    (way.asked, way.key) = (tick, key);
+    (state.asked, state.key) = (tick, key);
     true
 }
 
 subprogram! {
     /// Looks up the next hop; zero: there is none, its link-layer address is not known yet, or the packet is
     /// too long.
-    fn ask[O: Whole](way: &mut PortState, pair: &Port, tos: u32) -> u32 = ask_kernel;
+    fn ask[O: Whole](state: &mut PortState, pair: &Port, tos: u32) -> u32 = ask_kernel;
     by O::V6 => {
         false => relay_ask[Ipv4],
         true => relay_ask_v6[V6],
@@ -384,8 +384,8 @@ subprogram! {
 }
 
 #[inline(always)]
-fn ask_kernel<O: Whole>(skb: Skb, way: &mut PortState, pair: &Port, tos: u32) -> u32 {
-    way.asked = 0;
+fn ask_kernel<O: Whole>(skb: Skb, state: &mut PortState, pair: &Port, tos: u32) -> u32 {
+    state.asked = 0;
     let mut route = Words::<bpf_fib_lookup, 8>::new();
     let route = route.zero();
     route.ifindex = pair.ifindex;
@@ -394,7 +394,7 @@ fn ask_kernel<O: Whole>(skb: Skb, way: &mut PortState, pair: &Port, tos: u32) ->
     // SAFETY: the context is valid for the whole program, and the structure has that size.
     let found = unsafe { look_up(skb.cast(), route, size, BPF_FIB_LOOKUP_OUTPUT) };
     // SAFETY: both families' addresses begin there, and the bytes behind the shorter one are zero.
-    way.hop.__bindgen_anon_1.ipv6_nh = unsafe { route.__bindgen_anon_4.ipv6_dst };
-    way.hop.nh_family = u32::from(route.family);
+    state.hop.__bindgen_anon_1.ipv6_nh = unsafe { route.__bindgen_anon_4.ipv6_dst };
+    state.hop.nh_family = u32::from(route.family);
     u32::from(found == 0 && route.ifindex == pair.ifindex)
 }

@@ -202,10 +202,10 @@ fn forward<O: Ip, const LINK: usize>(ctx: &TcContext, ip: &O, arrival: &Arrival,
     if ip.ttl() <= 1 {
         return Ok(Act::NEXT);
     }
-    let Some(way) = fast_path::way(arrival.port) else { return Ok(Act::NEXT) };
+    let Some(state) = fast_path::state(arrival.port) else { return Ok(Act::NEXT) };
     // SAFETY: as above; that a packet is counted twice or not at all by two CPUs harms nobody.
     let entry = unsafe {
-        if !fast_path::may_pass(ctx, way, &*port, &mut fast_path::Clock::new()) {
+        if !fast_path::may_pass(ctx, state, &*port, &mut fast_path::Clock::new()) {
             return Err(DropReason::RelayLimit);
         }
         (*port).packets += 1;

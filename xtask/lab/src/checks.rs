@@ -26,7 +26,7 @@ use super::{
 use crate::report::{InClear, TestOutcome};
 
 const CHECKS: &[Check] = &[
-    ("non-leaders steer and never encrypt; leaders encrypt, forward and carry transit", ways),
+    ("non-leaders steer and never encrypt; leaders encrypt, forward and carry transit", roles),
     ("datagrams that pods hand over many at once arrive whole", segments::run),
     (
         "tunnels of pods' own carry known bytes, by the device where no outer header can be written",
@@ -101,7 +101,7 @@ impl Choice {
     pub const fn checks(self) -> [&'static [Check]; 4] {
         match self {
             Self::All => [CHECKS, WIREGUARD, DEVICE_AND_ACCESS, LAST],
-            Self::Way => [CARRIED, &[], &[], &[]],
+            Self::Carried => [CARRIED, &[], &[], &[]],
             Self::Transport => [CHECKS, &[], &[], LAST],
             Self::Wireguard => [CARRIED, WIREGUARD, &[], &[]],
         }
@@ -195,7 +195,7 @@ fn by_kind(matrix: &matrix::Matrix, prefix: &str, began: Instant) -> Vec<TestOut
         .collect()
 }
 
-fn ways(lab: &mut Lab) -> Result<String> {
+fn roles(lab: &mut Lab) -> Result<String> {
     for node in &lab.network.nodes {
         let count = lab.counted(node)?;
         let shown = format!("{}: {:?}", node.name(), counters::scrape(&node.netns)?);

@@ -37,7 +37,7 @@ pub fn connect(node: &Node) -> Result<()> {
 
 /// Beside another CNI, members steer to their leader, and that CNI's `device` carries traffic within the
 /// location.
-pub fn ways_beside(lab: &Lab, device: &str) -> Result<String> {
+pub fn packets_beside(lab: &Lab, device: &str) -> Result<String> {
     for node in &lab.network.nodes {
         let count = lab.counted(node)?;
         let shown = format!("{}: {:?}", node.name(), counters::scrape(&node.netns)?);

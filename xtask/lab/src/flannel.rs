@@ -16,7 +16,7 @@ pub const FLAGS: &[&str] = &["--compatibility=flannel", "--cni=false", "--local=
 
 /// Checks that run once the mesh is up.
 pub const CHECKS: &[Check] = &[
-    ("members steer to their leader, and flannel carries what stays in the location", ways),
+    ("members steer to their leader, and flannel carries what stays in the location", members_steer),
     ("no packet of the mesh is seen in cleartext", nothing_in_clear),
     ("no mesh packet was dropped on the way", no_drops),
     ("the cloud dropped no IPIP, though it drops what there is", cloud::nothing_dropped),
@@ -97,8 +97,8 @@ fn configure_pods(node: &Node) -> Result<()> {
     Ok(())
 }
 
-fn ways(lab: &mut Lab) -> Result<String> {
-    cni::ways_beside(lab, "flannel.1")
+fn members_steer(lab: &mut Lab) -> Result<String> {
+    cni::packets_beside(lab, "flannel.1")
 }
 
 fn routes_of_location(lab: &mut Lab) -> Result<String> {

@@ -51,7 +51,7 @@ impl Mode {
         if let Some(reason) = topology.missing() {
             return vec![check::skipped(&prefix, "the mesh comes up", reason)];
         }
-        let mut args = LabOptions { underlay, topology, checks: Choice::Way, ..args.clone() };
+        let mut args = LabOptions { underlay, topology, checks: Choice::Carried, ..args.clone() };
         args.kg_flags.push(self.flag.to_owned());
         match Lab::up(&args, None) {
             Ok(lab) => {

@@ -49,11 +49,11 @@ pub struct LabOptions {
 pub(crate) enum Choice {
     /// All of them.
     All,
-    /// What the way packets take says.
-    Way,
+    /// How packets are carried.
+    Carried,
     /// Everything that exercises the kernel's packet path.
     Transport,
-    /// Those of `way`, and what WireGuard itself has a part in: VPN peers, printer,
+    /// Those of `carried`, and what WireGuard itself has a part in: VPN peers, printer,
     /// NATs, a node on its own, wireguard-go.
     Wireguard,
 }

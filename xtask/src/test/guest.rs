@@ -26,7 +26,8 @@ use crate::{
 type Lab = (&'static str, &'static [&'static str]);
 
 /// Many machines' kernels have no VLAN devices; the name is that of the lab's mode.
-const VLAN: Lab = ("private network in a VLAN: ", &["--checks=way", "--topology=vlan", "--kg=--tunnel=ipip"]);
+const VLAN: Lab =
+    ("private network in a VLAN: ", &["--checks=carried", "--topology=vlan", "--kg=--tunnel=ipip"]);
 
 /// Labs that run on a kernel, few because emulated kernels are slow. Kernels before 6.3 decapsulate a
 /// packet of the other family another way, so the oldest has the checks that exercise the kernel, and the
@@ -370,6 +371,6 @@ mod tests {
         assert_eq!(said(&lab), [("6.1: it".to_owned(), Outcome::Passed)]);
         fs::write(&lab.code, "1").unwrap();
         assert_eq!(said(&lab).len(), 2, "a failure that no outcome shows");
-        assert!(lab.line().unwrap().contains("'--checks=way' '--topology=vlan'"));
+        assert!(lab.line().unwrap().contains("'--checks=carried' '--topology=vlan'"));
     }
 }

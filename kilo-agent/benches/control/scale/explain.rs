@@ -76,7 +76,7 @@ impl Neighbours {
 }
 
 /// The path according to the tables, one line per node, and what was dropped while `send` tried it.
-pub fn way(hosts: &[Host], (from, to): Pair, send: impl Fn()) -> String {
+pub fn pair(hosts: &[Host], (from, to): Pair, send: impl Fn()) -> String {
     let mut path = Path { hosts, src: objects::gateway(from), dst: objects::gateway(to), lines: Vec::new() };
     let mut nodes = BTreeSet::from([from, to]);
     let mut step = Step { node: from, origin: Origin::Host };
@@ -93,7 +93,7 @@ pub fn way(hosts: &[Host], (from, to): Pair, send: impl Fn()) -> String {
         }
     }
     let verdict = if is_open { "all tables let it through" } else { "it is lost at the last node named" };
-    let mut text = format!("bench: way {from} -> {to}: {verdict}\n");
+    let mut text = format!("bench: pair {from} -> {to}: {verdict}\n");
     for line in path.lines {
         text += &format!("bench:     {line}\n");
     }

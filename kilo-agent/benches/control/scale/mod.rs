@@ -54,7 +54,7 @@ pub async fn measure(figures: &mut Figures) {
     }
     let kubeconfig = server.kubeconfig(ADMIN, host::API_PORT);
     let mut probes = Probes::open(&hosts);
-    println!("bench: {nodes} namespaces, {} ways to ask; flags {flags:?}; {}", probes.len(), load());
+    println!("bench: {nodes} namespaces, {} pairs to ask; flags {flags:?}; {}", probes.len(), load());
 
     let around = (&hosts[..], &machine);
     let started = Instant::now();

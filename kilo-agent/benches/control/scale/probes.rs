@@ -35,7 +35,7 @@ pub type Pair = (usize, usize);
 
 pub struct Probes {
     sockets: Vec<Arc<UdpSocket>>,
-    ways: BTreeSet<Pair>,
+    pairs: BTreeSet<Pair>,
     heard: Arc<Heard>,
 }
 
@@ -82,17 +82,17 @@ impl Probes {
             tokio::spawn(listen(Arc::clone(&socket), host.number, Arc::clone(&heard)));
             sockets.push(socket);
         }
-        let ways = (0..nodes).flat_map(|from| asked_by(from, nodes).map(move |to| (from, to))).collect();
-        Self { sockets, ways, heard }
+        let pairs = (0..nodes).flat_map(|from| asked_by(from, nodes).map(move |to| (from, to))).collect();
+        Self { sockets, pairs, heard }
     }
 
     pub fn len(&self) -> usize {
-        self.ways.len()
+        self.pairs.len()
     }
 
     /// No other node probes this one, and it probes none.
     pub fn leave_out(&mut self, node: usize) {
-        self.ways.retain(|(from, to)| *from != node && *to != node);
+        self.pairs.retain(|(from, to)| *from != node && *to != node);
     }
 
     fn send(&self, (from, to): Pair) {
@@ -110,11 +110,11 @@ impl Probes {
     ) -> Duration {
         let from = u64::try_from(since.duration_since(self.heard.start).as_micros()).unwrap().max(1);
         let mut reported = Instant::now();
-        let mut silent: Vec<Pair> = self.ways.iter().copied().collect();
+        let mut silent: Vec<Pair> = self.pairs.iter().copied().collect();
         let (mut progress, mut patience) = (Instant::now(), STUCK);
         loop {
             let before = silent.len();
-            silent.retain(|way| self.heard.of(*way).load(Ordering::Relaxed) < from);
+            silent.retain(|pair| self.heard.of(*pair).load(Ordering::Relaxed) < from);
             if silent.is_empty() {
                 return since.elapsed();
             }
@@ -128,7 +128,7 @@ impl Probes {
             if reported.elapsed() > Duration::from_secs(10) {
                 reported = Instant::now();
                 println!(
-                    "bench:   {} ways are silent after {:.0} s, such as {:?}",
+                    "bench:   {} pairs are silent after {:.0} s, such as {:?}",
                     silent.len(),
                     since.elapsed().as_secs_f64(),
                     &silent[..silent.len().min(4)]
@@ -137,9 +137,9 @@ impl Probes {
             let few = &silent[..silent.len().min(20)];
             if since.elapsed() > limit {
                 self.explain(hosts, machine, &silent);
-                panic!("{} ways are silent, such as {few:?}", silent.len());
+                panic!("{} pairs are silent, such as {few:?}", silent.len());
             }
-            silent.iter().for_each(|way| self.send(*way));
+            silent.iter().for_each(|pair| self.send(*pair));
             // While many are silent, probing all of them each time would be most of the work.
             tokio::time::sleep(PACE * (1 + u32::try_from(silent.len() / 1000).unwrap())).await;
         }
@@ -156,8 +156,8 @@ impl Probes {
             }
             is_new
         });
-        for way in apart.take(EXPLAINED) {
-            print!("{}", explain::way(hosts, *way, || self.send(*way)));
+        for pair in apart.take(EXPLAINED) {
+            print!("{}", explain::pair(hosts, *pair, || self.send(*pair)));
         }
     }
 
@@ -167,11 +167,11 @@ impl Probes {
         let (mut sent, mut lost) = (0, 0);
         while Instant::now() < until {
             let from = self.heard.now();
-            self.ways.iter().for_each(|way| self.send(*way));
+            self.pairs.iter().for_each(|pair| self.send(*pair));
             tokio::time::sleep(SLOWEST).await;
-            sent += self.ways.len();
+            sent += self.pairs.len();
             lost +=
-                self.ways.iter().filter(|way| self.heard.of(**way).load(Ordering::Relaxed) < from).count();
+                self.pairs.iter().filter(|pair| self.heard.of(**pair).load(Ordering::Relaxed) < from).count();
             tokio::time::sleep(Duration::from_secs(2)).await;
         }
         lost as f64 / sent as f64

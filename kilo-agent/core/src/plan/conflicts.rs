@@ -146,9 +146,9 @@ impl fmt::Display for Conflict {
 pub(super) fn of(own: &Own<'_>, mesh: &Mesh) -> Vec<Conflict> {
     let others = mesh.segments.iter().enumerate().filter(|(at, _)| *at != own.index);
     let elsewhere = others.flat_map(|(_, segment)| &segment.members);
-    let ways: [fn(&Member, &Member) -> bool; 3] = [share_address, share_key, share_pods];
+    let clashes: [fn(&Member, &Member) -> bool; 3] = [share_address, share_key, share_pods];
     let meeting: Vec<&Member> =
-        elsewhere.filter(|other| ways.iter().any(|share| share(own.member, other))).collect();
+        elsewhere.filter(|other| clashes.iter().any(|share| share(own.member, other))).collect();
     let near = || own.segment.members.iter();
     let with = |share: fn(&Member, &Member) -> bool| {
         near().chain(meeting.iter().copied().filter(move |other| share(own.member, other)))

@@ -53,7 +53,7 @@ impl Tables {
     }
 
     /// How a prefix's hop is reached from here; `None`: there is no such hop.
-    pub fn way(&self, id: u32) -> Option<&Hop> {
+    pub fn hop(&self, id: u32) -> Option<&Hop> {
         self.hop.get(&self.resolve(id))
     }
 

@@ -55,7 +55,7 @@ impl Tables {
         if !forwarding::guard(value.flags, of_mesh, false, on_link)? {
             return Ok(None);
         }
-        let hop = self.way(value.hop);
+        let hop = self.hop(value.hop);
         self.mtu_beside(hop)?;
         Ok(hop.copied())
     }

@@ -75,7 +75,7 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
 /// Largest packet in bytes that the hop of a prefix carries, the leader's for prefixes behind it; `None` for
 /// WireGuard, whose device has that MTU, and where it is not known.
 fn hop_mtu(tables: &Tables, value: PrefixValue) -> Option<u32> {
-    match tables.way(value.hop)? {
+    match tables.hop(value.hop)? {
         Hop::Node { mtu, .. } if *mtu != 0 => Some(*mtu),
         _ => None,
     }

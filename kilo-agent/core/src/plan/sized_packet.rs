@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use kilo_common::{
     counters::Action,
     drop_reasons::DropReason,
-    forwarding::{self, Ingress, Way},
+    forwarding::{self, HopFields, Ingress},
 };
 
 use super::{
@@ -50,9 +50,9 @@ impl Tables {
         let Some(to) = forwarding::routed(self.prefix(dst)) else {
             return Ok((forwarding::unrouted(flags)?, None));
         };
-        let hop = self.way(to.hop);
+        let hop = self.hop(to.hop);
         let fits = || hop.is_some_and(|hop| sized.fits(hop.mtu()));
-        let action = forwarding::egress(flags, hop.map(Way::kind), fits)?;
+        let action = forwarding::egress(flags, hop.map(HopFields::kind), fits)?;
         Ok((action, hop.copied().filter(|_| action == Action::Steer)))
     }
 
@@ -92,7 +92,7 @@ impl Tables {
     pub fn native(&self, sized: &SizedPacket) -> Option<Action> {
         let Packet { src, dst } = sized.packet;
         let source = forwarding::native_source(self.config.flags, || self.prefix(src))?;
-        let Hop::Node { tunnel: Tunnel::None, remote, .. } = self.way(source.hop)? else { return None };
+        let Hop::Node { tunnel: Tunnel::None, remote, .. } = self.hop(source.hop)? else { return None };
         if is_never_steered(dst) {
             return None;
         }

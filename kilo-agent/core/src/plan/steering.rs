@@ -217,14 +217,14 @@ fn leave_out_elsewhere(
     table: &mut FlatMap<IpNet, PrefixValue>,
 ) {
     let mut left_out = Vec::new();
-    for (prefix, way) in elsewhere {
+    for (prefix, route) in elsewhere {
         let Some((held_by, value)) = prefixes::holding(table, *prefix).next() else { continue };
         let equal = held_by == *prefix;
         let closed = match (equal, value.flags & (PREFIX_NEVER_CLEAR | PREFIX_PODS_STEERED)) {
             (_, 0) => continue,
             // The kernel refuses our route, or never takes it.
-            (true, flags) if way.wins => flags & !PREFIX_NEVER_CLEAR,
-            (false, _) if way.on_link || chosen.contains(&held_by) => 0,
+            (true, flags) if route.wins => flags & !PREFIX_NEVER_CLEAR,
+            (false, _) if route.on_link || chosen.contains(&held_by) => 0,
             _ => continue,
         };
         let flags = value.flags & !(PREFIX_NEVER_CLEAR | PREFIX_PODS_STEERED) | closed;

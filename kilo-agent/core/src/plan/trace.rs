@@ -245,7 +245,7 @@ impl Tracer<'_> {
             _ => "a node of the location",
         };
         let route = if value.flags & PREFIX_ROUTE == 0 { ", not routed to kilo0" } else { "" };
-        let how = match self.tables.way(value.hop) {
+        let how = match self.tables.hop(value.hop) {
             None => "no such hop: drop".to_owned(),
             Some(Hop::Local) => "the stack".to_owned(),
             Some(Hop::Wireguard) => "WireGuard".to_owned(),

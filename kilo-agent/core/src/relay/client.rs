@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, net::SocketAddr, time::Instant};
 use kilo_common::relay::{Kind, Message};
 
 use super::{
-    NodeId, Output, OwnEnd, Seen, Way,
+    NodeId, Output, OwnEnd, Path, Seen,
     fresh::{self, Latest},
     numbers::Numbers,
     pair::Pair,
@@ -66,20 +66,20 @@ impl Client {
     }
 
     /// How each pair whose tunnel works is connected.
-    pub fn ways(&self) -> BTreeMap<NodeId, Way> {
+    pub fn paths(&self) -> BTreeMap<NodeId, Path> {
         let working = self.seen.values().filter(|seen| seen.is_fresh());
-        let way = |seen: &Seen| {
+        let path = |seen: &Seen| {
             let pair = self.pairs.get(&seen.id)?;
             let is_elsewhere = seen
                 .endpoint
                 .is_some_and(|at| seen.published != Some(at) && !seen.also_published.contains(&at));
             Some(match pair.relayed_by(seen.endpoint) {
-                Some(relay) => Way::Relayed(relay),
-                None if self.is_behind_nat && is_elsewhere => Way::Punched,
-                None => Way::Direct,
+                Some(relay) => Path::Relayed(relay),
+                None if self.is_behind_nat && is_elsewhere => Path::Punched,
+                None => Path::Direct,
             })
         };
-        working.filter_map(|seen| Some((seen.id, way(seen)?))).collect()
+        working.filter_map(|seen| Some((seen.id, path(seen)?))).collect()
     }
 
     /// Endpoints of peers that are not where the mesh says; true: through a relay.

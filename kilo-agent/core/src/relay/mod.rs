@@ -67,7 +67,7 @@ pub const RESTS: Duration = Duration::from_secs(30);
 
 /// How two locations are connected: a [`TunnelPath`], with the relay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Way {
+pub enum Path {
     /// At an endpoint that one of the two publishes.
     Direct,
     /// Through the NATs of both, at an endpoint that nobody has published.
@@ -76,9 +76,9 @@ pub enum Way {
     Relayed(NodeId),
 }
 
-impl Way {
+impl Path {
     /// The path, without the relay.
-    pub const fn path(self) -> TunnelPath {
+    pub const fn kind(self) -> TunnelPath {
         match self {
             Self::Direct => TunnelPath::Direct,
             Self::Punched => TunnelPath::Punched,

@@ -52,7 +52,7 @@ proptest! {
         (world.direct, world.drops) = (false, f64::from(drops) / 100.0);
         world.begin_to_measure();
         world.run(seconds(20));
-        prop_assert!(matches!((world.way(X), world.way(Y)), (Some(Way::Relayed(_)), Some(Way::Relayed(_)))));
+        prop_assert!(matches!((world.path(X), world.path(Y)), (Some(Path::Relayed(_)), Some(Path::Relayed(_)))));
         world.run(seconds(1));
         prop_assert!(world.gap > seconds(10) && world.gap <= seconds(20), "{:?}", world.gap);
     }
@@ -154,8 +154,8 @@ proptest! {
         world.begin_to_measure();
         (world.direct, world.drops) = (true, f64::from(drops) / 100.0);
         world.run(DIRECT_EVERY * 2 + seconds(5));
-        let way = Some(if is_published || also_publishes { Way::Direct } else { Way::Punched });
-        prop_assert_eq!((world.way(X), world.way(Y)), (way, way));
+        let path = Some(if is_published || also_publishes { Path::Direct } else { Path::Punched });
+        prop_assert_eq!((world.path(X), world.path(Y)), (path, path));
         prop_assert_eq!(world.lost, 0);
         let before = world.forwarded;
         world.run(seconds(60));
@@ -172,11 +172,11 @@ proptest! {
         world.run(DIRECT_EVERY * 2 + seconds(5));
         // A try whose packets are dropped is followed by another one.
         for _ in 0..drops {
-            if world.way(X) != Some(Way::Punched) || world.way(Y) != Some(Way::Punched) {
+            if world.path(X) != Some(Path::Punched) || world.path(Y) != Some(Path::Punched) {
                 world.run(DIRECT_EVERY);
             }
         }
-        prop_assert_eq!((world.way(X), world.way(Y), world.lost), (Some(Way::Punched), Some(Way::Punched), 0));
+        prop_assert_eq!((world.path(X), world.path(Y), world.lost), (Some(Path::Punched), Some(Path::Punched), 0));
         let before = world.forwarded;
         world.run(seconds(60));
         prop_assert_eq!(world.forwarded, before, "nothing goes through the relay any more");
@@ -208,7 +208,7 @@ proptest! {
         world.run(seconds(250));
         world.begin_to_measure();
         world.run(seconds(10));
-        prop_assert!(world.gap <= seconds(2), "{:?} {:?}", world.way(X), world.gap);
+        prop_assert!(world.gap <= seconds(2), "{:?} {:?}", world.path(X), world.gap);
     }
 }
 
@@ -219,7 +219,7 @@ fn the_endpoint_of_a_direct_path_follows_what_the_other_end_says_and_where_it_is
     world.direct = true;
     world.run(DIRECT_EVERY * 2);
     let at = |world: &World| world.clients[&X].endpoints().get(&Y).copied();
-    assert_eq!((world.way(X), at(&world)), (Some(Way::Punched), Some((endpoint_of(Y), false))));
+    assert_eq!((world.path(X), at(&world)), (Some(Path::Punched), Some((endpoint_of(Y), false))));
     let sees = |world: &mut World, published, endpoint| {
         let (mut seen, now) = (world.seen(X), world.now);
         (seen[0].published, seen[0].endpoint) = (Some(published), Some(endpoint));
@@ -241,7 +241,7 @@ fn a_direct_path_is_taken_before_a_relay_is_needed() {
     world.direct = true;
     let took = world.connects(seconds(20));
     assert!(took < seconds(11), "{took:?}");
-    assert_eq!((world.way(X), world.forwarded), (Some(Way::Punched), 0));
+    assert_eq!((world.path(X), world.forwarded), (Some(Path::Punched), 0));
 }
 
 #[test]
@@ -277,7 +277,7 @@ fn relays_that_are_off_are_not_used() {
     let mut world = World::new(7);
     world.uses = false;
     world.run(seconds(120));
-    assert_eq!((world.way(X), world.forwarded), (None, 0));
+    assert_eq!((world.path(X), world.forwarded), (None, 0));
     assert!(world.servers.values().all(|server| server.pairs() == 0));
 }
 
@@ -298,7 +298,7 @@ fn one_end_that_refuses_relays_ends_the_pair_and_a_direct_path_still_serves_it()
     // Its agent gets `--relay=auto` again.
     world.refuses = false;
     world.run(seconds(250));
-    assert!(matches!((world.way(X), world.way(Y)), (Some(Way::Relayed(_)), Some(Way::Relayed(_)))));
+    assert!(matches!((world.path(X), world.path(Y)), (Some(Path::Relayed(_)), Some(Path::Relayed(_)))));
 }
 
 #[test]
@@ -307,7 +307,7 @@ fn a_punched_way_that_ends_is_left_also_where_the_other_end_refuses_relays_and_a
     world.connects(seconds(20));
     world.direct = true;
     world.run(DIRECT_EVERY * 2);
-    assert_eq!(world.way(X), Some(Way::Punched));
+    assert_eq!(world.path(X), Some(Path::Punched));
     world.refuses = true;
     world.run(seconds(10));
     assert_eq!(world.tunnels[&X].endpoint, endpoint_of(Y), "it works");
@@ -409,7 +409,7 @@ fn a_direct_path_that_only_messages_go_is_left_again() {
     world.run(DIRECT_EVERY * 2);
     assert!(world.lost > 0, "it was tried");
     assert!(world.gap <= seconds(7), "{:?}", world.gap);
-    assert!(matches!((world.way(X), world.way(Y)), (Some(Way::Relayed(_)), Some(Way::Relayed(_)))));
+    assert!(matches!((world.path(X), world.path(Y)), (Some(Path::Relayed(_)), Some(Path::Relayed(_)))));
 }
 
 #[test]
@@ -418,7 +418,7 @@ fn a_pair_between_which_messages_alone_pass_gets_a_relay() {
     (world.direct, world.deceives) = (true, true);
     world.connects(seconds(20));
     world.run(seconds(5));
-    assert!(matches!((world.way(X), world.way(Y)), (Some(Way::Relayed(_)), Some(Way::Relayed(_)))));
+    assert!(matches!((world.path(X), world.path(Y)), (Some(Path::Relayed(_)), Some(Path::Relayed(_)))));
     assert!(world.forwarded > 0);
 }
 
@@ -472,7 +472,7 @@ fn a_new_endpoint_is_tried_within_two_minutes_however_seldom_the_old_one_was() {
     world.begin_to_measure();
     (world.deceives, world.is_published) = (false, true);
     world.run(DIRECT_EVERY * 2);
-    assert_eq!((world.way(X), world.way(Y)), (Some(Way::Direct), Some(Way::Direct)));
+    assert_eq!((world.path(X), world.path(Y)), (Some(Path::Direct), Some(Path::Direct)));
     assert_eq!(world.lost, 0);
 }
 
@@ -481,7 +481,7 @@ fn an_end_behind_a_relays_nat_is_not_taken_for_relayed() {
     let now = Instant::now();
     let at = SocketAddr::new(ip(Z[0]), FIRST_PORT + 3);
     let age = Some(Duration::ZERO);
-    for (published, way) in [(Some(at), Way::Direct), (None, Way::Relayed(Z[0]))] {
+    for (published, path) in [(Some(at), Path::Direct), (None, Path::Relayed(Z[0]))] {
         let mut client = Client::new(X);
         let relay = Seen {
             id: Z[0],
@@ -493,7 +493,7 @@ fn an_end_behind_a_relays_nat_is_not_taken_for_relayed() {
         let other = Seen { id: Y, handshake_age: age, endpoint: Some(at), published, ..Seen::default() };
         client.see(vec![relay, other], own(true, false), now);
         client.turn(now, 1, &mut || 4);
-        assert_eq!(client.ways()[&Y], way);
+        assert_eq!(client.paths()[&Y], path);
     }
 }
 
@@ -506,7 +506,7 @@ fn recorded_messages_change_nothing() {
     let message = |kind, sender, other, sequence| Message { kind, sequence, ..ask(sender, other) };
     let hears = |client: &mut Client, message| client.hear(&message, endpoint_of(77), 1, now).len();
     assert_eq!(hears(&mut client, message(Kind::Try, Y, X, 9_000_000)), 1);
-    assert_eq!(hears(&mut client, message(Kind::Try, Y, X, 7_000_001)), 1, "by another way");
+    assert_eq!(hears(&mut client, message(Kind::Try, Y, X, 7_000_001)), 1, "by another path");
     assert_eq!(hears(&mut client, message(Kind::Try, Y, X, 6_999_999)), 0, "recorded");
     for repeated in [9_000_000, 7_000_001] {
         assert_eq!(hears(&mut client, message(Kind::Try, Y, X, repeated)), 0, "it was answered");

@@ -8,9 +8,9 @@ use crate::tunnel_path::{PathWithRelay, TunnelPath};
 /// How tunnels between leaders are connected, by the names of both nodes. Tunnels that are direct, or of which
 /// nothing is known, are absent.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Ways(BTreeMap<[String; 2], PathWithRelay>);
+pub struct TunnelPaths(BTreeMap<[String; 2], PathWithRelay>);
 
-impl Ways {
+impl TunnelPaths {
     /// How the tunnel between two nodes is connected.
     pub fn between(&self, one: &str, other: &str) -> Option<&PathWithRelay> {
         if self.0.is_empty() {
@@ -20,9 +20,9 @@ impl Ways {
     }
 }
 
-impl FromIterator<([String; 2], PathWithRelay)> for Ways {
-    fn from_iter<I: IntoIterator<Item = ([String; 2], PathWithRelay)>>(ways: I) -> Self {
-        Self(ways.into_iter().map(|(ends, way)| (pair(ends), way)).collect())
+impl FromIterator<([String; 2], PathWithRelay)> for TunnelPaths {
+    fn from_iter<I: IntoIterator<Item = ([String; 2], PathWithRelay)>>(paths: I) -> Self {
+        Self(paths.into_iter().map(|(ends, path)| (pair(ends), path)).collect())
     }
 }
 
@@ -33,13 +33,13 @@ fn pair(mut ends: [String; 2]) -> [String; 2] {
 }
 
 /// DOT: one dashed cluster per location; edges join its leader to its members, leaders to each other, and
-/// peers to every leader. `ways` label the edges between leaders.
-pub fn dot(mesh: &Mesh, ways: &Ways) -> String {
+/// peers to every leader. `paths` label the edges between leaders.
+pub fn dot(mesh: &Mesh, paths: &TunnelPaths) -> String {
     let mut text = String::new();
-    write(mesh, ways, &mut text).map_or_else(|_| String::new(), |()| text)
+    write(mesh, paths, &mut text).map_or_else(|_| String::new(), |()| text)
 }
 
-fn write(mesh: &Mesh, ways: &Ways, out: &mut String) -> std::fmt::Result {
+fn write(mesh: &Mesh, paths: &TunnelPaths, out: &mut String) -> std::fmt::Result {
     writeln!(out, "digraph kilo {{")?;
     writeln!(out, "\tlabel={};", quote(&mesh.subnet.to_string()))?;
     writeln!(out, "\tlabelloc=t;\n\toutputorder=nodesfirst;\n\toverlap=false;")?;
@@ -59,9 +59,9 @@ fn write(mesh: &Mesh, ways: &Ways, out: &mut String) -> std::fmt::Result {
         let apart = |other: &Arc<Segment>| segment.lan.is_none() || other.lan != segment.lan;
         let others = mesh.segments.iter().enumerate().skip(index + 1).filter(|(_, other)| apart(other));
         for (other_index, other) in others {
-            let way =
-                ways.between(acting(mesh, index), acting(mesh, other_index)).map_or_else(String::new, style);
-            writeln!(out, "\t{} -> {} [ dir=both{way} ];", leader(segment), leader(other))?;
+            let path =
+                paths.between(acting(mesh, index), acting(mesh, other_index)).map_or_else(String::new, style);
+            writeln!(out, "\t{} -> {} [ dir=both{path} ];", leader(segment), leader(other))?;
         }
     }
     for segment in &mesh.segments {
@@ -112,9 +112,9 @@ pub fn acting(mesh: &Mesh, location: usize) -> &str {
 }
 
 /// Further attributes of an edge that is not direct.
-fn style(way: &PathWithRelay) -> String {
-    let dotted = if way.path == TunnelPath::Relayed { ", style=dotted" } else { "" };
-    format!(", label={}{dotted}", quote(&way.to_string()))
+fn style(path: &PathWithRelay) -> String {
+    let dotted = if path.path == TunnelPath::Relayed { ", style=dotted" } else { "" };
+    format!(", label={}{dotted}", quote(&path.to_string()))
 }
 
 fn quote(text: &str) -> String {
@@ -149,11 +149,11 @@ mod tests {
         let subnet = "10.4.0.0/16".parse().unwrap();
         let mesh = Mesh::new(&nodes, &BTreeMap::new(), Granularity::Location, subnet);
         let ends = |ends: [&str; 2]| ends.map(str::to_owned);
-        let ways = [
+        let paths = [
             (ends(["b", "a"]), PathWithRelay { path: TunnelPath::Relayed, relay: Some("z".to_owned()) }),
             (ends(["a", "c"]), PathWithRelay { path: TunnelPath::Punched, relay: None }),
         ];
-        let drawn = dot(&mesh, &ways.into_iter().collect());
+        let drawn = dot(&mesh, &paths.into_iter().collect());
         for line in [
             "\t\"a\" -> \"b\" [ dir=both, label=\"relayed by z\", style=dotted ];\n",
             "\t\"a\" -> \"c\" [ dir=both, label=\"punched\" ];\n",

@@ -34,7 +34,7 @@ pub use crate::objects::{
 };
 pub use acting::{Acting, ActingLocation, Gateways, REPLACED_LEADER_TERM};
 pub use freed::FreedAddresses;
-pub use graph::{Ways, acting, dot};
+pub use graph::{TunnelPaths, acting, dot};
 pub use homes::Homes;
 pub use leader::LeaderReason;
 pub use leader_since::{LeaderSince, LeadersSince};

@@ -147,9 +147,9 @@ impl Sim {
 
     pub(super) fn output(&mut self, node: usize, output: Output) {
         match output {
-            Output::Probe { nonce, way } => {
+            Output::Probe { nonce, path } => {
                 self.counts.sent += 1;
-                self.probe(node, nonce, way);
+                self.probe(node, nonce, path);
             }
             Output::Lan(to, signal) => {
                 self.counts.sent += 1;

@@ -48,9 +48,9 @@ impl Sim {
                 let link = (a.min(b), a.max(b));
                 let _ = if on { self.cuts.insert(link) } else { self.cuts.remove(&link) };
             }
-            Fault::Way(gateway, far) => {
-                let way = (gateway, far);
-                let _ = if on { self.far_cuts.insert(way) } else { self.far_cuts.remove(&way) };
+            Fault::FarPath(gateway, far) => {
+                let cut = (gateway, far);
+                let _ = if on { self.far_cuts.insert(cut) } else { self.far_cuts.remove(&cut) };
             }
             Fault::Agent(node) => self.agent(node, !on),
             Fault::Layout(node) => {

@@ -7,8 +7,8 @@ use super::{Event, Sim};
 use crate::host;
 
 impl Sim {
-    pub(crate) fn probe(&mut self, node: usize, nonce: u64, way: ProbePath) {
-        match way {
+    pub(crate) fn probe(&mut self, node: usize, nonce: u64, path: ProbePath) {
+        match path {
             ProbePath::Lan(to) => {
                 let probed = host::index(to);
                 self.lan_send(node, probed, Event::LanProbe { prober: node, probed, nonce, back: false });

@@ -350,10 +350,10 @@ mod tests {
             out.extend(agent.turn(now, std::mem::take(&mut inputs), &mut random));
             for output in out {
                 match output {
-                    Output::Probe { nonce, way: ProbePath::Own(far) } if answers(far) => {
+                    Output::Probe { nonce, path: ProbePath::Own(far) } if answers(far) => {
                         inputs.push(Input::Answer { nonce, at: now + 2 * MS });
                     }
-                    Output::Probe { nonce, way: ProbePath::Lan(_) } => {
+                    Output::Probe { nonce, path: ProbePath::Lan(_) } => {
                         inputs.push(Input::Answer { nonce, at: now + MS });
                     }
                     Output::Lan(from, Signal { kind: Kind::Roll, nonce, .. }) => {

@@ -70,7 +70,7 @@ impl Watch {
         self.due = turn.now + turn.jittered(pause);
         let nonce = turn.nonce();
         self.lan.sent(nonce, turn.now, turn.now + params.lan_deadline);
-        turn.push(Output::Probe { nonce, way: ProbePath::Lan(leader) });
+        turn.push(Output::Probe { nonce, path: ProbePath::Lan(leader) });
     }
 }
 

@@ -133,19 +133,19 @@ impl Signals {
     ///
     /// # Errors
     /// When the program cannot be run, or the kernel does not accept the packet.
-    pub fn send(&self, way: SendVia, packet: &[u8]) -> Result<(), DataplaneError> {
+    pub fn send(&self, via: SendVia, packet: &[u8]) -> Result<(), DataplaneError> {
         let v6 = packet.first().is_some_and(|byte| byte >> 4 == 6);
         let mut frame = Vec::with_capacity(LINK + packet.len());
         frame.extend([0; LINK - 2]);
         frame.extend((if v6 { 0x86dd_u16 } else { 0x0800 }).to_be_bytes());
         frame.extend_from_slice(packet);
-        let (way, ifindex) = match way {
+        let (via, ifindex) = match via {
             SendVia::Stack => (Inject::Stack, 0),
             SendVia::Tunnel => (Inject::Tunnel, 0),
             SendVia::Lan => (Inject::Lan, 0),
             SendVia::Out(ifindex) => (Inject::Out, ifindex),
         };
-        let mut context = Context { cb: [way as u32, ifindex, 0, 0, 0], ..Context::default() };
+        let mut context = Context { cb: [via as u32, ifindex, 0, 0, 0], ..Context::default() };
         match run(&self.inject, &frame, &mut context)? {
             0 => Ok(()),
             code => Err(DataplaneError::Injected { code: code.cast_signed() }),

@@ -143,7 +143,7 @@ pub async fn run(
     internal_cidrs: &[IpNet],
 ) -> Result<Discovered, NetError> {
     let links = net.links().await?;
-    let default_interface = net.ways_out(&[kilo]).await?.0.default;
+    let default_interface = net.routes_out(&[kilo]).await?.0.default;
     let lookup = tokio::net::lookup_host((hostname, 0));
     let resolved: Vec<IpAddr> = match tokio::time::timeout(RESOLVE_TIMEOUT, lookup).await {
         Ok(Ok(addresses)) => addresses.map(|address| address.ip()).collect(),

@@ -32,7 +32,7 @@ use std::{
 
 pub use error::{NetError, Refused};
 pub use links::Link;
-pub use routes::WaysOut;
+pub use routes::RoutesOut;
 pub use rtnl::Rtnl;
 pub use sources::MainRoute;
 
@@ -148,13 +148,13 @@ impl Net {
 
     /// Where routes lead out of the host, except by the devices in `own`. Also our routes, for
     /// [`Self::apply_to`]: all are read for this.
-    pub async fn ways_out(&self, own: &[u32]) -> Result<(WaysOut, OurRoutes), NetError> {
-        let (ways_out, ours) = routes::ways_out(&self.rtnl, own).await?;
-        Ok((ways_out, OurRoutes(ours)))
+    pub async fn routes_out(&self, own: &[u32]) -> Result<(RoutesOut, OurRoutes), NetError> {
+        let (routes_out, ours) = routes::routes_out(&self.rtnl, own).await?;
+        Ok((routes_out, OurRoutes(ours)))
     }
 
     /// Routes of the main table through each of these interfaces.
-    pub async fn ways(&self, interfaces: &[u32]) -> Result<Vec<MainRoute>, NetError> {
+    pub async fn main_routes(&self, interfaces: &[u32]) -> Result<Vec<MainRoute>, NetError> {
         let mut all = Vec::new();
         for interface in interfaces {
             all.extend(routes::by_interface(&self.rtnl, *interface).await?);

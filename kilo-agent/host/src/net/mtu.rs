@@ -55,7 +55,7 @@ impl fmt::Display for Mtu {
 
 impl Mtu {
     /// MTU in bytes for the WireGuard device. `default_interface` is an index found by
-    /// [`super::Net::ways_out`]. Where the mesh has IPv6 prefixes, WireGuard's packets are fragmented on a
+    /// [`super::Net::routes_out`]. Where the mesh has IPv6 prefixes, WireGuard's packets are fragmented on a
     /// small link, because IPv6 would otherwise stop altogether.
     pub fn resolve(self, links: &[Link], default_interface: Option<u32>, ipv6: bool) -> u32 {
         let min = if ipv6 { MIN_IPV6_MTU } else { MIN };

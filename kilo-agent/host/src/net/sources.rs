@@ -41,8 +41,12 @@ const LABELS: [(Ipv6Addr, u8, u8); 8] = [
 
 /// The usual source address of each family for packets that leave by this link, and the destinations that
 /// need another one. `own`: every address of this host; a route's preferred source counts only if it is one.
-pub fn choose(link: &Link, ways: &[MainRoute], own: &BTreeSet<IpAddr>) -> (Uplink, BTreeMap<IpNet, IpAddr>) {
-    let ways = by_destination(link.index, ways, own);
+pub fn choose(
+    link: &Link,
+    routes: &[MainRoute],
+    own: &BTreeSet<IpAddr>,
+) -> (Uplink, BTreeMap<IpNet, IpAddr>) {
+    let routes = by_destination(link.index, routes, own);
     let (mut usual, mut others) = (Uplink::default(), BTreeMap::new());
     let v4: Vec<Ipv4Net> = link.addresses.iter().filter_map(usable_v4).collect();
     // An interface whose first address is link-local is not one that leads anywhere.
@@ -50,12 +54,12 @@ pub fn choose(link: &Link, ways: &[MainRoute], own: &BTreeSet<IpAddr>) -> (Uplin
     if let Some(first) = first.map(Ipv4Net::addr) {
         usual.v4 = Some(first);
         let destinations = v4.iter().map(|net| IpNet::V4(net.trunc()));
-        let destinations = destinations.chain(ways.keys().copied().filter(|way| way.addr().is_ipv4()));
-        let answer = |net: IpNet| choose_v4(net, &ways, &v4).unwrap_or(first).into();
+        let destinations = destinations.chain(routes.keys().copied().filter(|route| route.addr().is_ipv4()));
+        let answer = |net: IpNet| choose_v4(net, &routes, &v4).unwrap_or(first).into();
         others.extend(compress(first.into(), destinations.map(|net| (net, answer(net))).collect()));
     }
     let v6: Vec<(Ipv6Net, bool)> = link.addresses.iter().filter_map(usable_v6).collect();
-    if let Some(first) = choose_v6(IpNet::V6(Ipv6Net::default()), &ways, &v6) {
+    if let Some(first) = choose_v6(IpNet::V6(Ipv6Net::default()), &routes, &v6) {
         usual.v6 = Some(first);
         let labels = LABELS.iter().filter_map(|(addr, length, _)| Ipv6Net::new(*addr, *length).ok());
         // Prefixes of each address: where a destination may match it longer than another address.
@@ -63,22 +67,26 @@ pub fn choose(link: &Link, ways: &[MainRoute], own: &BTreeSet<IpAddr>) -> (Uplin
             (1..=net.prefix_len()).filter_map(|length| Ipv6Net::new(net.addr(), length).ok())
         });
         let destinations = labels.chain(near).map(|net| IpNet::V6(net.trunc()));
-        let destinations = destinations.chain(ways.keys().copied().filter(|way| way.addr().is_ipv6()));
-        let answer = |net: IpNet| choose_v6(net, &ways, &v6).unwrap_or(first).into();
+        let destinations = destinations.chain(routes.keys().copied().filter(|route| route.addr().is_ipv6()));
+        let answer = |net: IpNet| choose_v6(net, &routes, &v6).unwrap_or(first).into();
         others.extend(compress(first.into(), destinations.map(|net| (net, answer(net))).collect()));
     }
     (usual, others)
 }
 
 /// Routes through this interface; of several to one destination, the one with the smallest metric.
-fn by_destination(interface: u32, ways: &[MainRoute], own: &BTreeSet<IpAddr>) -> BTreeMap<IpNet, MainRoute> {
+fn by_destination(
+    interface: u32,
+    routes: &[MainRoute],
+    own: &BTreeSet<IpAddr>,
+) -> BTreeMap<IpNet, MainRoute> {
     let mut best = BTreeMap::<IpNet, MainRoute>::new();
-    for way in ways.iter().filter(|way| way.interface == interface) {
-        let source = way.source.filter(|source| own.contains(source));
-        let way = MainRoute { source, destination: way.destination.trunc(), ..*way };
-        let kept = best.entry(way.destination).or_insert(way);
-        if way.priority < kept.priority {
-            *kept = way;
+    for route in routes.iter().filter(|route| route.interface == interface) {
+        let source = route.source.filter(|source| own.contains(source));
+        let route = MainRoute { source, destination: route.destination.trunc(), ..*route };
+        let kept = best.entry(route.destination).or_insert(route);
+        if route.priority < kept.priority {
+            *kept = route;
         }
     }
     best
@@ -106,14 +114,14 @@ fn usable_v6(address: &Address) -> Option<(Ipv6Net, bool)> {
 /// Source address for destinations in this prefix that are not in a longer one that is asked for, too.
 fn choose_v4(
     destination: IpNet,
-    ways: &BTreeMap<IpNet, MainRoute>,
+    routes: &BTreeMap<IpNet, MainRoute>,
     addresses: &[Ipv4Net],
 ) -> Option<Ipv4Addr> {
-    let way = prefixes::holding(ways, destination).next().map(|(_, way)| way);
-    if let Some(IpAddr::V4(source)) = way.and_then(|way| way.source) {
+    let route = prefixes::holding(routes, destination).next().map(|(_, route)| route);
+    if let Some(IpAddr::V4(source)) = route.and_then(|route| route.source) {
         return Some(source);
     }
-    let next = match way.and_then(|way| way.gateway) {
+    let next = match route.and_then(|route| route.gateway) {
         Some(gateway) => IpNet::from(gateway),
         None => destination,
     };
@@ -124,12 +132,12 @@ fn choose_v4(
 /// one scope (2) and on the outgoing interface (5), and none is temporary (7).
 fn choose_v6(
     destination: IpNet,
-    ways: &BTreeMap<IpNet, MainRoute>,
+    routes: &BTreeMap<IpNet, MainRoute>,
     addresses: &[(Ipv6Net, bool)],
 ) -> Option<Ipv6Addr> {
     let IpNet::V6(net) = destination else { return None };
-    let way = prefixes::holding(ways, destination).next().map(|(_, way)| way);
-    if let Some(IpAddr::V6(source)) = way.and_then(|way| way.source) {
+    let route = prefixes::holding(routes, destination).next().map(|(_, route)| route);
+    if let Some(IpAddr::V6(source)) = route.and_then(|route| route.source) {
         return Some(source);
     }
     let wanted = label(net);

@@ -63,13 +63,13 @@ struct Pending {
     bits: AtomicU8,
     notify: Notify,
     /// Notified at once when packets may take another path.
-    ways: Sender<()>,
+    routes_changed: Sender<()>,
 }
 
 impl Pending {
     fn add(&self, bits: u8) {
         if bits & (LINKS | ADDRESSES | ROUTES | RULES | CLOSED) != 0 {
-            self.ways.send_replace(());
+            self.routes_changed.send_replace(());
         }
         self.bits.fetch_or(bits, Ordering::AcqRel);
         self.notify.notify_one();
@@ -83,8 +83,8 @@ impl Watcher {
         Self::notifying(own, Sender::default())
     }
 
-    /// As [`Self::new`]; `ways` is notified at once when packets may take another path.
-    fn notifying(own: Option<u32>, ways: Sender<()>) -> Result<Self, NetError> {
+    /// As [`Self::new`]; `routes_changed` is notified at once when packets may take another path.
+    fn notifying(own: Option<u32>, routes_changed: Sender<()>) -> Result<Self, NetError> {
         let groups = [
             MulticastGroup::Link,
             MulticastGroup::Ipv4Ifaddr,
@@ -101,7 +101,7 @@ impl Watcher {
         let socket = unsafe { BorrowedFd::borrow_raw(connection.socket_mut().as_raw_fd()) };
         // If this fails, more events may be lost; everything is then read again.
         let _ = setsockopt(&socket, RcvBufForce, &BUFFER);
-        let pending = Arc::new(Pending { bits: AtomicU8::new(0), notify: Notify::new(), ways });
+        let pending = Arc::new(Pending { bits: AtomicU8::new(0), notify: Notify::new(), routes_changed });
         let connection = Task(tokio::spawn(connection));
         let sink = Arc::clone(&pending);
         // Drained at once and kept as five bits: a storm of events costs no memory.
@@ -158,14 +158,14 @@ impl Watcher {
 }
 
 /// Notifies on every change that was not made through the socket `own`, for as long as the runtime lives. A
-/// subscription that ends is opened again, and counts as a change. `ways` is notified at once when packets
+/// subscription that ends is opened again, and counts as a change. `routes_changed` is notified at once when packets
 /// may take another path.
-pub fn watch(notify: Arc<Notify>, own: u32, ways: Sender<()>) -> Result<(), NetError> {
-    let mut watcher = Watcher::notifying(Some(own), ways.clone())?;
+pub fn watch(notify: Arc<Notify>, own: u32, routes_changed: Sender<()>) -> Result<(), NetError> {
+    let mut watcher = Watcher::notifying(Some(own), routes_changed.clone())?;
     tokio::spawn(async move {
         loop {
             if watcher.changed().await.is_err() {
-                match Watcher::notifying(Some(own), ways.clone()) {
+                match Watcher::notifying(Some(own), routes_changed.clone()) {
                     Ok(new) => watcher = new,
                     Err(error) => {
                         tracing::error!(%error, "failed to subscribe to netlink events; retrying");

@@ -237,7 +237,7 @@ pub struct Flags {
     /// Use the private address as the WireGuard endpoint.
     #[arg(long, default_value = "false", action = clap::ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = parse_bool)]
     pub prioritise_private_addresses: bool,
-    /// Whether agents look for another way between leaders whose endpoints do not reach each other: through the NATs of
+    /// Whether agents look for another path between leaders whose endpoints do not reach each other: through the NATs of
     /// both, by IPv6, or through nodes annotated kilo.squat.ai/relay=true, which see ciphertext only: auto or off.
     #[arg(long, default_value = "auto")]
     pub relay: Relay,

@@ -2,10 +2,10 @@
 
 use anyhow::{Context as _, Result};
 use clap::Args;
-use kilo_agent::{status::WayStatus, timestamp::Timestamp};
+use kilo_agent::{status::IndirectTunnel, timestamp::Timestamp};
 use kilo_core::{
     objects::Snapshot,
-    topology::{self, Mesh, Ways},
+    topology::{self, Mesh, TunnelPaths},
     tunnel_path::PathWithRelay,
 };
 
@@ -20,14 +20,14 @@ use crate::{
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
   kgctl graph | dot -Kcirco -Tsvg > mesh.svg
-  kgctl graph --ways | grep 'both, label='  tunnels that are punched or relayed
+  kgctl graph --paths | grep 'both, label='  tunnels that are punched or relayed
   kgctl graph --context=prod --mesh-granularity=full")]
 pub struct GraphArgs {
     /// Label each tunnel between leaders as punched, or with the node that relays it. Asks the leaders' agents through
     /// the API server (needs get on pods/proxy). Direct tunnels get no label; agents that do not answer are listed on
     /// stderr.
     #[arg(long)]
-    ways: bool,
+    paths: bool,
     #[command(flatten)]
     agents: AgentsFlags,
     #[command(flatten)]
@@ -40,19 +40,19 @@ pub struct GraphArgs {
 pub async fn run(args: &GraphArgs) -> Result<String> {
     let (snapshot, cluster) = source::snapshot(&args.flags).await?;
     let mesh = source::mesh_in_use(&snapshot, &args.flags.mesh)?;
-    let ways = if args.ways {
+    let paths = if args.paths {
         let cluster =
-            cluster.context("--ways asks agents through the API server: --backend=file has none")?;
+            cluster.context("--paths asks agents through the API server: --backend=file has none")?;
         let cluster = cluster.with_agents(&args.agents);
-        ways(&cluster, &mesh, &snapshot, &args.flags).await?
+        paths(&cluster, &mesh, &snapshot, &args.flags).await?
     } else {
-        Ways::default()
+        TunnelPaths::default()
     };
-    Ok(topology::dot(&mesh, &ways))
+    Ok(topology::dot(&mesh, &paths))
 }
 
 /// The tunnels' paths as the leaders' agents know them; agents that do not answer are listed on stderr.
-async fn ways(cluster: &Cluster, mesh: &Mesh, snapshot: &Snapshot, flags: &Flags) -> Result<Ways> {
+async fn paths(cluster: &Cluster, mesh: &Mesh, snapshot: &Snapshot, flags: &Flags) -> Result<TunnelPaths> {
     let mut status = source::status(mesh, snapshot, &flags.mesh.shape, Timestamp::now());
     let leaders = status.leading();
     let progress = Progress::new("asking the leaders' agents", leaders.len());
@@ -69,9 +69,9 @@ async fn ways(cluster: &Cluster, mesh: &Mesh, snapshot: &Snapshot, flags: &Flags
             }
         }
     }
-    status.remember_ways(&heard);
+    status.remember_paths(&heard);
     // The tunnel of an acting stand-by is drawn beside the line of the location's leader.
     let drawn = |name: String| mesh.find(&name).map_or(name, |(at, _)| topology::acting(mesh, at).to_owned());
-    let way = |WayStatus { nodes, way: path, relay }| (nodes.map(drawn), PathWithRelay { path, relay });
-    Ok(status.ways.into_iter().map(way).collect())
+    let path = |IndirectTunnel { nodes, path, relay }| (nodes.map(drawn), PathWithRelay { path, relay });
+    Ok(status.indirect_tunnels.into_iter().map(path).collect())
 }

@@ -20,7 +20,7 @@ impl Thread {
     pub(super) fn act(&mut self, site: &Site, out: Vec<Output>) {
         for output in out {
             match output {
-                Output::Probe { nonce, way } => self.probe(site, nonce, way),
+                Output::Probe { nonce, path } => self.probe(site, nonce, path),
                 Output::Lan(node, signal) if matches!(signal.kind, Kind::Roll | Kind::Announce) => {
                     self.asks.add(node, signal);
                 }
@@ -56,12 +56,12 @@ impl Thread {
         }
     }
 
-    pub(super) fn probe(&mut self, site: &Site, nonce: u64, way: ProbePath) {
+    pub(super) fn probe(&mut self, site: &Site, nonce: u64, path: ProbePath) {
         let (sender, location) = (site.own_location.me, site.own_location.location);
         let probe =
             Signal { kind: Kind::Probe, nonce, term: Term::NONE, sender, location, body: Body::Empty };
-        self.out.sent(nonce, micros(), way);
-        match way {
+        self.out.sent(nonce, micros(), path);
+        match path {
             ProbePath::Lan(node) => self.send_lan(site, node, &probe),
             ProbePath::Path(far, target) => {
                 let Some(location) = site.fars.get(&far) else { return };
@@ -100,7 +100,7 @@ impl Thread {
 
     pub(super) fn send(
         &self,
-        way: Into,
+        via: Into,
         from: (IpAddr, u16),
         to: IpAddr,
         signal: &Signal,
@@ -109,7 +109,7 @@ impl Thread {
         let mut bytes = [0; LONGEST];
         let Some(length) = signal::write(&mut bytes, signal, key) else { return };
         let Some(packet) = packets::udp(from, (to, PORT), &bytes[..length]) else { return };
-        if let Err(error) = self.tools.signals.send(way, &packet) {
+        if let Err(error) = self.tools.signals.send(via, &packet) {
             tracing::debug!(%error, kind = ?signal.kind, %to, "failed to send a signal");
         }
     }

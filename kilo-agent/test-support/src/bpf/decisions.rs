@@ -48,7 +48,7 @@ impl Decisions<'_> {
         }
     }
 
-    fn way(&self, id: u32) -> Option<&Hop> {
+    fn hop(&self, id: u32) -> Option<&Hop> {
         self.0.hop.get(&self.resolve(id))
     }
 
@@ -59,7 +59,7 @@ impl Decisions<'_> {
         let Some(id) = self.routed(packet.dst) else {
             return if self.is_gateway() { Ok((Action::Pass, None)) } else { Err(DropReason::NoPrefix) };
         };
-        match self.way(id) {
+        match self.hop(id) {
             Some(Hop::Wireguard) if self.is_gateway() => Ok((Action::Encrypt, None)),
             Some(hop @ Hop::Node { .. }) => Ok((Action::Steer, Some(*hop))),
             Some(Hop::Local) => Err(DropReason::NoPrefix),
@@ -83,7 +83,7 @@ impl Decisions<'_> {
         if value.flags & PREFIX_PODS_STEERED == 0 || on_link || !steered {
             return Ok(None);
         }
-        match self.way(value.hop) {
+        match self.hop(value.hop) {
             Some(hop @ (Hop::Node { .. } | Hop::Wireguard)) => Ok(Some(*hop)),
             _ => Err(DropReason::NoHop),
         }
@@ -170,7 +170,7 @@ impl Decisions<'_> {
     /// # Errors
     /// `WrongInterface`.
     pub fn arrives_native(&self, src: IpAddr, ifindex: u32) -> Result<(), DropReason> {
-        match longest(&self.0.prefix, src).and_then(|value| self.way(value.hop)) {
+        match longest(&self.0.prefix, src).and_then(|value| self.hop(value.hop)) {
             Some(Hop::Node { ifindex: towards, .. }) if *towards == ifindex => Ok(()),
             Some(Hop::Node { remote, .. }) => {
                 self.arrives(*remote, ifindex).map_err(|_| DropReason::WrongInterface)
@@ -212,7 +212,7 @@ impl Decisions<'_> {
         if source.flags & PREFIX_SOURCE == 0 || source.hop == HOP_LOCAL {
             return None;
         }
-        let Some(Hop::Node { tunnel: Tunnel::None, remote, .. }) = self.way(source.hop) else { return None };
+        let Some(Hop::Node { tunnel: Tunnel::None, remote, .. }) = self.hop(source.hop) else { return None };
         let action = match self.disposition(self.0.node.get(remote), dst)? {
             action @ (Action::Transit | Action::PassOn) => forwarded(sized, action, self.0.config.kilo_mtu),
             action => action,

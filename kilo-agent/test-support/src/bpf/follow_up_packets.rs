@@ -37,7 +37,7 @@ pub struct Seen {
 }
 
 /// Programs on a flow's path, inbound and outbound.
-const WAYS: [[&str; 2]; 3] =
+const PROGRAM_PAIRS: [[&str; 2]; 3] =
     [["lan_ingress", "uplink_egress"], ["l3_ingress", "l3_egress"], ["kilo_ingress", "kilo_egress"]];
 
 fn read(packet: &[u8], leaves: bool) -> Option<(Ip, Sign)> {
@@ -52,8 +52,8 @@ impl Random {
     pub fn sequel(&mut self, tables: &Tables, seen: &Seen) -> Option<Step> {
         let Step { program, ref input, leaves_by } = seen.step;
         let link = link_header_len(program);
-        let way = WAYS.iter().find(|way| way.contains(&program))?;
-        let left = way[1] == program;
+        let pair = PROGRAM_PAIRS.iter().find(|pair| pair.contains(&program))?;
+        let left = pair[1] == program;
         let (before, after) = (input.frame.get(link..)?, seen.out.get(link..)?);
         let (program, packet, ifindex) = match self.below(6) {
             // More of the flow.
@@ -65,9 +65,9 @@ impl Random {
             }
             _ => {
                 // Sometimes through another uplink.
-                let elsewhere = left && way[0] != "kilo_ingress" && self.chance(3);
+                let elsewhere = left && pair[0] != "kilo_ingress" && self.chance(3);
                 let ifindex = if elsewhere { self.pick(&OTHER_UPLINKS) } else { leaves_by };
-                (way[usize::from(!left)], self.like(after, left, true, None)?, ifindex)
+                (pair[usize::from(!left)], self.like(after, left, true, None)?, ifindex)
             }
         };
         let mut frame = packet;

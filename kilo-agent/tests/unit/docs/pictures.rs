@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, fs};
 use kilo_agent::http::drawing;
 use kilo_core::{
     settings::Granularity,
-    topology::{Mesh, Node, Peer, Ways},
+    topology::{Mesh, Node, Peer, TunnelPaths},
     wireguard::key::PublicKey,
 };
 
@@ -47,8 +47,11 @@ fn the_pictures_of_the_concepts_are_drawn_by_the_agent() {
     for (name, mesh) in wanted {
         let path = root().join("docs/pictures").join(name).with_extension("svg");
         // The site also has a dark theme.
-        let text =
-            drawing::svg(&mesh, &Ways::default()).replacen("<style>", "<style>svg{background:#fff}", 1);
+        let text = drawing::svg(&mesh, &TunnelPaths::default()).replacen(
+            "<style>",
+            "<style>svg{background:#fff}",
+            1,
+        );
         if std::env::var_os("KILO_BLESS").is_some() {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(&path, &text).unwrap();

@@ -41,7 +41,7 @@ pub const FLAGS: &[&str] = &["--compatibility=cilium", "--cni=false", "--local=f
 /// Checks that run once the mesh is up.
 pub const CHECKS: &[Check] = &[
     ("members steer to their leader, and Cilium carries what stays in the location", |lab| {
-        cni::ways_beside(lab, "cilium_vxlan")
+        cni::packets_beside(lab, "cilium_vxlan")
     }),
     ("no packet of the mesh is seen in cleartext", nothing_in_clear),
     ("no mesh packet was dropped on the way", no_drops),

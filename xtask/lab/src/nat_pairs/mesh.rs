@@ -40,15 +40,15 @@ impl Setup<'_> {
     /// that took.
     pub(super) fn pair(self, kinds: [Kind; 2]) -> Result<String> {
         let shape = Shape { kinds, ..Shape::default() };
-        let (way, took) = self
+        let (path, took) = self
             .with(shape, &["z"], false, |mesh| {
-                let (way, took) = mesh.wait_connected()?;
+                let (path, took) = mesh.wait_connected()?;
                 let wanted = expected::path(kinds);
-                ensure!(way == wanted, "{way} after {:.0} s, instead of {wanted}", took.as_secs_f32());
-                mesh.check_drawn(way.label()).map(|()| (way, took))
+                ensure!(path == wanted, "{path} after {:.0} s, instead of {wanted}", took.as_secs_f32());
+                mesh.check_drawn(path.label()).map(|()| (path, took))
             })
             .with_context(|| kinds.map(Kind::name).join(" and "))?;
-        Ok(format!("{way}, {:.0} s", took.as_secs_f32()))
+        Ok(format!("{path}, {:.0} s", took.as_secs_f32()))
     }
 
     pub(super) fn relay(self, underlay: Underlay) -> Result<()> {
@@ -136,20 +136,20 @@ impl Mesh {
         probe::until_seen_as(&x.pod, y.pod_ip(), x.pod_ip(), LIMIT)?;
         probe::until_seen_as(&y.pod, x.pod_ip(), y.pod_ip(), LIMIT)?;
         let now = Instant::now();
-        let way = self.way("x", Duration::from_secs(10))?;
+        let path = self.path("x", Duration::from_secs(10))?;
         let attempt = std::mem::replace(&mut self.attempt, std::thread::spawn(|| Ok(Instant::now())));
         let attempt =
             attempt.join().map_err(|_| anyhow!("the thread that watches WireGuard has panicked"))??;
         let took = now.saturating_duration_since(attempt);
-        ensure!(took <= CONNECTS, "{way} after {} s", took.as_secs());
-        Ok((way, took))
+        ensure!(took <= CONNECTS, "{path} after {} s", took.as_secs());
+        Ok((path, took))
     }
 
     /// Checks that both ends' packets pass one relay, and none passes two.
     pub(super) fn one_relay_a_packet(&self) -> Result<String> {
         let relays: Vec<&str> =
             self.network.nodes.iter().filter(|node| node.public.is_some()).map(Node::name).collect();
-        self.wait_for_way(TunnelPath::Relayed, Duration::from_secs(10))?;
+        self.wait_for_path(TunnelPath::Relayed, Duration::from_secs(10))?;
         wait::time_passes(Duration::from_secs(2), "the pair may still settle on one of two relays");
         let count = || relays.iter().map(|name| self.relayed(name)).collect::<Result<Vec<_>>>();
         let (x, y) = (self.network.node("x")?, self.network.node("y")?);
@@ -170,31 +170,34 @@ impl Mesh {
 
     /// How a node reports that its tunnel to the other end is connected; its tunnels to leaders with public
     /// addresses are direct.
-    fn way(&self, of: &str, limit: Duration) -> Result<TunnelPath> {
+    fn path(&self, of: &str, limit: Duration) -> Result<TunnelPath> {
         wait::until(&format!("{of} says how its tunnel is connected"), limit, || {
             let metrics = counters::scrape(&self.network.node(of)?.netns)?;
-            let count = |way: TunnelPath| metrics.get(&tunnels(way)).copied().unwrap_or(0);
+            let count = |path: TunnelPath| metrics.get(&tunnels(path)).copied().unwrap_or(0);
             let others = (self.network.nodes.len() - 1 - self.cut_off) as u64;
-            let way = [TunnelPath::Relayed, TunnelPath::Punched].into_iter().find(|way| count(*way) > 0);
-            Ok(way.or((count(TunnelPath::Direct) == others).then_some(TunnelPath::Direct)))
+            let path = [TunnelPath::Relayed, TunnelPath::Punched].into_iter().find(|path| count(*path) > 0);
+            Ok(path.or((count(TunnelPath::Direct) == others).then_some(TunnelPath::Direct)))
         })
     }
 
     /// Waits until both ends report that their tunnel is connected this way; returns how long that took.
-    pub(super) fn wait_for_way(&self, way: TunnelPath, limit: Duration) -> Result<Duration> {
+    pub(super) fn wait_for_path(&self, path: TunnelPath, limit: Duration) -> Result<Duration> {
         let began = Instant::now();
-        wait::until(&format!("both tunnels are {way}"), limit, || {
-            let ways = [self.way("x", Duration::ZERO), self.way("y", Duration::ZERO)];
-            let all = ways.iter().all(|found| found.as_ref().is_ok_and(|found| *found == way));
-            Ok(if all { Ok(()) } else { Err(format!("{ways:?}")) })
+        wait::until(&format!("both tunnels are {path}"), limit, || {
+            let paths = [self.path("x", Duration::ZERO), self.path("y", Duration::ZERO)];
+            let all = paths.iter().all(|found| found.as_ref().is_ok_and(|found| *found == path));
+            Ok(if all { Ok(()) } else { Err(format!("{paths:?}")) })
         })?;
         Ok(began.elapsed())
     }
 
     /// Checks how the agent of x draws its tunnel with y.
-    pub(super) fn check_drawn(&self, way: &str) -> Result<()> {
+    pub(super) fn check_drawn(&self, path: &str) -> Result<()> {
         let picture = counters::picture(&self.network.node("x")?.netns)?;
-        ensure!(picture.contains(&format!("x and y: {way}")), "the tunnel is not drawn as {way}:\n{picture}");
+        ensure!(
+            picture.contains(&format!("x and y: {path}")),
+            "the tunnel is not drawn as {path}:\n{picture}"
+        );
         Ok(())
     }
 

@@ -171,13 +171,13 @@ fn dual_stack(setup: Setup<'_>) -> Result<()> {
 fn both_families(setup: Setup<'_>) -> Result<String> {
     let shape = Shape { kinds: [Kind::Symmetric; 2], has_both: true, ..Shape::default() };
     setup.with(shape, &["z"], false, |mesh| {
-        let (way, took) = mesh.wait_connected()?;
-        ensure!(way == TunnelPath::Direct, "both have IPv6, so the tunnel needs not be {way}");
+        let (path, took) = mesh.wait_connected()?;
+        ensure!(path == TunnelPath::Direct, "both have IPv6, so the tunnel needs not be {path}");
         for (name, other) in [("x", "[2001:db8:a2::2]:51820"), ("y", "[2001:db8:a1::2]:51820")] {
             let endpoints = mesh.network.node(name)?.netns.sh("wg show kilo0 endpoints")?;
             ensure!(endpoints.contains(other), "{name} reaches the other elsewhere:\n{endpoints}");
         }
-        Ok(format!("{way} by IPv6, {:.0} s", took.as_secs_f32()))
+        Ok(format!("{path} by IPv6, {:.0} s", took.as_secs_f32()))
     })
 }
 
@@ -186,13 +186,13 @@ fn hairpin(setup: Setup<'_>) -> Result<()> {
     for kind in [Kind::PortRestricted, Kind::Symmetric] {
         let shape = Shape { kinds: [kind; 2], is_shared: true, ..Shape::default() };
         let found = setup.with(shape, &["z", "w"], false, |mesh| {
-            let (way, took) = mesh.wait_connected()?;
+            let (path, took) = mesh.wait_connected()?;
             ensure!(
-                way == TunnelPath::Relayed,
-                "nothing else leads from one to the other, so it cannot be {way}"
+                path == TunnelPath::Relayed,
+                "nothing else leads from one to the other, so it cannot be {path}"
             );
-            mesh.check_drawn(&format!("{way} by "))?;
-            Ok(format!("{way}, {:.0} s; {}", took.as_secs_f32(), mesh.one_relay_a_packet()?))
+            mesh.check_drawn(&format!("{path} by "))?;
+            Ok(format!("{path}, {:.0} s; {}", took.as_secs_f32(), mesh.one_relay_a_packet()?))
         })?;
         println!("both ends behind one NAT, {}: {found}", kind.name());
     }
@@ -203,8 +203,8 @@ fn hairpin(setup: Setup<'_>) -> Result<()> {
 fn refused(setup: Setup<'_>) -> Result<()> {
     let shape = Shape { kinds: [Kind::Symmetric; 2], ..Shape::default() };
     let found = setup.with(shape, &["z"], false, |mesh| {
-        let (way, took) = mesh.wait_connected()?;
-        ensure!(way == TunnelPath::Relayed, "no two symmetric NATs meet, so the tunnel cannot be {way}");
+        let (path, took) = mesh.wait_connected()?;
+        ensure!(path == TunnelPath::Relayed, "no two symmetric NATs meet, so the tunnel cannot be {path}");
         let y = mesh.network.node("y")?.clone();
         mesh.agents.stop("y", Signal::SIGTERM)?;
         mesh.agents.start_with(&y, &["--relay=off"])?;
@@ -225,7 +225,7 @@ fn refused(setup: Setup<'_>) -> Result<()> {
         ensure!(passed == 0, "{passed} packets passed the relay that one end refuses");
         ensure!(
             figures.lost == figures.sent,
-            "{} of {} datagrams got an answer, and no way but the relay leads there",
+            "{} of {} datagrams got an answer, and no path but the relay leads there",
             figures.sent - figures.lost,
             figures.sent
         );
@@ -233,9 +233,9 @@ fn refused(setup: Setup<'_>) -> Result<()> {
         mesh.agents.start(&y)?;
         let began = Instant::now();
         probe::until_seen_as(&x.pod, y.pod_ip(), x.pod_ip(), LIMIT)?;
-        mesh.wait_for_way(TunnelPath::Relayed, Duration::from_secs(10))?;
+        mesh.wait_for_path(TunnelPath::Relayed, Duration::from_secs(10))?;
         Ok(format!(
-            "{way} after {:.0} s, ended {:.0} s after y's agent began with --relay=off, 0 packets passed, {way} again \
+            "{path} after {:.0} s, ended {:.0} s after y's agent began with --relay=off, 0 packets passed, {path} again \
              {:.0} s after it began without",
             took.as_secs_f32(),
             ended.as_secs_f32(),
@@ -252,8 +252,8 @@ fn failover(setup: Setup<'_>) -> Result<()> {
     let shape = Shape { kinds: [Kind::Symmetric; 2], has_second: true, ..Shape::default() };
     let setup = Setup { flags: &["--failover=auto"], ..setup };
     setup.with(shape, &["z", "z2"], false, |mesh| {
-        let (way, took) = mesh.wait_connected()?;
-        ensure!(way == TunnelPath::Relayed, "no two symmetric NATs meet, so the tunnel cannot be {way}");
+        let (path, took) = mesh.wait_connected()?;
+        ensure!(path == TunnelPath::Relayed, "no two symmetric NATs meet, so the tunnel cannot be {path}");
         println!("relayed {:.1} s after the first attempt", took.as_secs_f32());
         let (x2, y) = (mesh.network.node("x2")?.clone(), mesh.network.node("y")?.clone());
         // Whichever was relayed first leads until both have been well for a minute.
@@ -287,8 +287,8 @@ fn leaders(setup: Setup<'_>) -> Result<()> {
     let shape = Shape { kinds: [Kind::Symmetric; 2], has_second: true, ..Shape::default() };
     let setup = Setup { flags: &["--failover=auto", "--leaders=2"], ..setup };
     setup.with(shape, &["z", "z2"], false, |mesh| {
-        let (way, took) = mesh.wait_connected()?;
-        ensure!(way == TunnelPath::Relayed, "no two symmetric NATs meet, so the tunnel cannot be {way}");
+        let (path, took) = mesh.wait_connected()?;
+        ensure!(path == TunnelPath::Relayed, "no two symmetric NATs meet, so the tunnel cannot be {path}");
         mesh.causes = &[deployed_state::CHANGE];
         let y = mesh.network.node("y")?.clone();
         let mut said = Vec::new();

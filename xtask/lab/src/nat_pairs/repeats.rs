@@ -44,8 +44,8 @@ const ENDS: [SocketAddrV4; 2] = [
 pub(super) fn run(setup: Setup<'_>) -> Result<()> {
     let shape = Shape { kinds: [Kind::FullCone; 2], ..Shape::default() };
     setup.with(shape, &["z"], true, |mesh| {
-        let (way, _) = mesh.wait_connected()?;
-        ensure!(way == TunnelPath::Relayed, "nothing passes between both, so the tunnel cannot be {way}");
+        let (path, _) = mesh.wait_connected()?;
+        ensure!(path == TunnelPath::Relayed, "nothing passes between both, so the tunnel cannot be {path}");
         let stranger = nat::stranger(&mesh.lab, STRANGER, ADDRESS)?;
         let (x, y) = (mesh.network.node("x")?.clone(), mesh.network.node("y")?.clone());
         let flow = Traffic::start_every(&x.pod, y.pod_ip().into(), Duration::from_millis(10));
@@ -53,7 +53,7 @@ pub(super) fn run(setup: Setup<'_>) -> Result<()> {
         let said = [to_relay(mesh, &stranger)?, to_other_end(mesh, &stranger)?];
         let figures = flow.finish()?;
         ensure!(figures.lost == 0, "{} of {} lost: {:?}", figures.lost, figures.sent, figures.holes);
-        mesh.wait_for_way(TunnelPath::Relayed, Duration::ZERO)?;
+        mesh.wait_for_path(TunnelPath::Relayed, Duration::ZERO)?;
         println!(
             "a stranger repeats messages at once: {}; 0 of the pair's {} datagrams lost",
             said.join("; "),

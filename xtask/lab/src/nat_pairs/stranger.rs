@@ -35,8 +35,8 @@ const EVERY: Duration = Duration::from_millis(1);
 pub(super) fn run(setup: Setup<'_>) -> Result<()> {
     let shape = Shape { kinds: [Kind::Symmetric; 2], ..Shape::default() };
     setup.with(shape, &["z"], false, |mesh| {
-        let (way, _) = mesh.wait_connected()?;
-        ensure!(way == TunnelPath::Relayed, "no two symmetric NATs meet, so the tunnel cannot be {way}");
+        let (path, _) = mesh.wait_connected()?;
+        ensure!(path == TunnelPath::Relayed, "no two symmetric NATs meet, so the tunnel cannot be {path}");
         let stranger = nat::stranger(&mesh.lab, STRANGER, ADDRESS)?;
         let (x, y) = (mesh.network.node("x")?.clone(), mesh.network.node("y")?.clone());
         let flow = Traffic::start_every(&x.pod, y.pod_ip().into(), Duration::from_millis(10));

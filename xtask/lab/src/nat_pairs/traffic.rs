@@ -18,8 +18,8 @@ use crate::{
 /// Two NATs between which nothing passes, with two relays offered: the relay's agent restarts, the relay
 /// dies, and the direct path works again.
 pub(super) fn under_traffic(mesh: &mut Mesh) -> Result<()> {
-    let (way, took) = mesh.wait_connected()?;
-    ensure!(way == TunnelPath::Relayed, "nothing passes between both, so the tunnel cannot be {way}");
+    let (path, took) = mesh.wait_connected()?;
+    ensure!(path == TunnelPath::Relayed, "nothing passes between both, so the tunnel cannot be {path}");
     println!("relayed {:.1} s after the first attempt, {:?}", took.as_secs_f32(), mesh.underlay);
     println!("{}", mesh.one_relay_a_packet()?);
     let before = [mesh.relayed("z")?, mesh.relayed("w")?];
@@ -47,7 +47,7 @@ pub(super) fn under_traffic(mesh: &mut Mesh) -> Result<()> {
     );
     let holes = &figures.holes;
     ensure!(figures.lost == 0, "{} datagrams were lost while an agent restarted: {holes:?}", figures.lost);
-    mesh.wait_for_way(TunnelPath::Relayed, Duration::from_secs(10))?;
+    mesh.wait_for_path(TunnelPath::Relayed, Duration::from_secs(10))?;
     wait::time_passes(Duration::from_secs(6), "devices settle for 5 s after an endpoint was moved");
     // Its offer is withdrawn: both ends move to the other relay, while it still forwards.
     let flow = Traffic::start(&x.pod, y.pod_ip().into());
@@ -90,10 +90,10 @@ fn meets_again(mesh: &Mesh, (x, y): (&Node, &Node)) -> Result<()> {
     flow.settle(LIMIT)?;
     nat::block(&mesh.lab, mesh.underlay, false)?;
     // Without translation each end is at the address that it publishes.
-    let way = if mesh.underlay == Underlay::V4 { TunnelPath::Punched } else { TunnelPath::Direct };
-    let took = mesh.wait_for_way(way, RETURNS)?;
-    wait::time_passes(Duration::from_secs(8), "a way that late packets undo is left after 5 s");
-    mesh.wait_for_way(way, Duration::ZERO)?;
+    let path = if mesh.underlay == Underlay::V4 { TunnelPath::Punched } else { TunnelPath::Direct };
+    let took = mesh.wait_for_path(path, RETURNS)?;
+    wait::time_passes(Duration::from_secs(8), "a path that late packets undo is left after 5 s");
+    mesh.wait_for_path(path, Duration::ZERO)?;
     let figures = flow.finish()?;
     println!(
         "direct again after {:.1} s: {} of {} lost, {} ms without an answer",
@@ -116,7 +116,7 @@ fn breaks_again(mesh: &Mesh, (x, y): (&Node, &Node)) -> Result<()> {
     let flow = Traffic::start(&x.pod, y.pod_ip().into());
     flow.settle(LIMIT)?;
     nat::block(&mesh.lab, mesh.underlay, true)?;
-    let took = mesh.wait_for_way(TunnelPath::Relayed, CONNECTS + Duration::from_secs(10))?;
+    let took = mesh.wait_for_path(TunnelPath::Relayed, CONNECTS + Duration::from_secs(10))?;
     wait::time_passes(Duration::from_secs(2), "packets pass the relay");
     let figures = flow.finish()?;
     println!(
@@ -126,6 +126,6 @@ fn breaks_again(mesh: &Mesh, (x, y): (&Node, &Node)) -> Result<()> {
         figures.sent,
         figures.gap.as_secs_f32()
     );
-    ensure!(figures.gap <= CONNECTS, "a session whose way broke took {:.1} s", figures.gap.as_secs_f32());
+    ensure!(figures.gap <= CONNECTS, "a session whose path broke took {:.1} s", figures.gap.as_secs_f32());
     Ok(())
 }

@@ -14,7 +14,7 @@ use crate::cluster::{
 /// DNS server that kubeadm configures for pods.
 const SERVER: &str = "10.96.0.10";
 /// Resolver options of glibc: its default, and one TCP connection per query.
-const WAYS: [(&str, &str); 2] = [("UDP", "attempts:1"), ("TCP", "attempts:1 use-vc")];
+const TRANSPORTS: [(&str, &str); 2] = [("UDP", "attempts:1"), ("TCP", "attempts:1 use-vc")];
 
 /// Resolves names from a pod on every node, with the DNS server in the second location.
 pub fn resolve(cluster: &Cluster) -> Result<String> {
@@ -55,7 +55,7 @@ fn from_every_node(cluster: &Cluster) -> Result<String> {
     wanted.extend(cluster.release.has_two_families().then_some(IpAddr::from(SERVICE_V6)));
     let pods = deploy::pods(cluster, "app=echo")?;
     for pod in &pods {
-        for (way, options) in WAYS {
+        for (transport, options) in TRANSPORTS {
             let options = format!("RES_OPTIONS={options}");
             let ask = ["exec", &pod.name, "--", "env", &options, "getent", "ahosts", "echo"];
             let mut last = String::new();
@@ -65,7 +65,7 @@ fn from_every_node(cluster: &Cluster) -> Result<String> {
                 wanted.iter().all(|address| last.contains(&format!("{address} "))).then_some(())
             });
             if found.is_err() {
-                bail!("{way} from {} does not find {wanted:?}: {last}", pod.node);
+                bail!("{transport} from {} does not find {wanted:?}: {last}", pod.node);
             }
         }
     }

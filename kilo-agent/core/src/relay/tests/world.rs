@@ -411,22 +411,22 @@ impl World {
         let began = self.now;
         while self.now - began < most {
             self.run(STEP);
-            if [X, Y].iter().all(|end| self.way(*end).is_some()) {
+            if [X, Y].iter().all(|end| self.path(*end).is_some()) {
                 return self.now - began;
             }
         }
-        panic!("no way after {most:?}");
+        panic!("no path after {most:?}");
     }
 
-    pub(super) fn way(&self, of: NodeId) -> Option<Way> {
+    pub(super) fn path(&self, of: NodeId) -> Option<Path> {
         let other = if of == X { Y } else { X };
-        self.clients[&of].ways().get(&other).copied()
+        self.clients[&of].paths().get(&other).copied()
     }
 
     pub(super) fn relay(&self, of: NodeId) -> NodeId {
-        match self.way(of) {
-            Some(Way::Relayed(relay)) => relay,
-            way => panic!("{way:?}"),
+        match self.path(of) {
+            Some(Path::Relayed(relay)) => relay,
+            path => panic!("{path:?}"),
         }
     }
 

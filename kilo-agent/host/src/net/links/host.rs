@@ -26,7 +26,7 @@ pub struct HostQuery<'a> {
     /// without an address of their own.
     pub next_hops: &'a [u32],
     /// Routes out of uplinks.
-    pub ways: &'a [MainRoute],
+    pub main_routes: &'a [MainRoute],
     /// Uplinks so far, with their addresses.
     pub uplinks: Option<&'a BTreeMap<u32, Uplink>>,
 }
@@ -46,7 +46,7 @@ pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<IpAddr
     let own = links.iter().flat_map(|link| &link.addresses).map(|address| address.net.addr()).collect();
     let borrowed = hosts_own(links, query);
     for link in links {
-        let (mut uplink, others) = sources::choose(link, query.ways, &own);
+        let (mut uplink, others) = sources::choose(link, query.main_routes, &own);
         if is_pods(link, links, query.pod_cidrs) {
             host.pods.insert(link.index);
         }
@@ -108,11 +108,11 @@ pub fn host_links(links: &[Link], query: &HostQuery<'_>, paths: &BTreeMap<IpAddr
 }
 
 /// Pure: adds the prefixes that routes of others lead out of this host.
-pub fn add_elsewhere(host: &mut HostLinks, ways: &[(IpNet, u32, Elsewhere)]) {
-    for (prefix, interface, way) in ways {
+pub fn add_elsewhere(host: &mut HostLinks, routes: &[(IpNet, u32, Elsewhere)]) {
+    for (prefix, interface, route) in routes {
         if host.uplinks.contains_key(interface) || host.private == Some(*interface) {
             let known = host.elsewhere.entry(*prefix).or_default();
-            *known = Elsewhere { on_link: known.on_link || way.on_link, wins: known.wins || way.wins };
+            *known = Elsewhere { on_link: known.on_link || route.on_link, wins: known.wins || route.wins };
         }
     }
 }
@@ -388,7 +388,7 @@ mod tests {
         ) {
             let pods = ["10.244.1.0/24".parse().unwrap()];
             let private = private.parse().ok();
-            let query = HostQuery { kilo, private, pod_cidrs: &pods, next_hops: &next_hops, ways: &[], uplinks: None };
+            let query = HostQuery { kilo, private, pod_cidrs: &pods, next_hops: &next_hops, main_routes: &[], uplinks: None };
             let host = host_links(&links, &query, &BTreeMap::new());
             let of = |index: u32| links.iter().find(|link| link.index == index).unwrap();
             for (index, uplink) in &host.uplinks {

@@ -73,14 +73,14 @@ pub async fn by_interface(rtnl: &Rtnl, interface: u32) -> Result<Vec<MainRoute>,
         for answer in answers {
             let RouteNetlinkMessage::NewRoute(message) = answer else { continue };
             if message.header.address_family == family && message.header.kind == RouteType::Unicast {
-                all.extend(way(&message, interface));
+                all.extend(main_route(&message, interface));
             }
         }
     }
     Ok(all)
 }
 
-fn way(message: &RouteMessage, interface: u32) -> Option<MainRoute> {
+fn main_route(message: &RouteMessage, interface: u32) -> Option<MainRoute> {
     let found = parse(message).filter(|found| found.route.table == MAIN_TABLE)?;
     let next_hop = |attributes: &[RouteAttribute]| {
         attributes.iter().find_map(|attribute| match attribute {
@@ -152,7 +152,7 @@ fn question(address: IpAddr) -> RouteMessage {
 
 /// How routes lead out of the host, except by the interfaces in `own`: these are the agent's, whose routes
 /// follow the others. Also returns what [`read`](super::read) would find.
-pub async fn ways_out(rtnl: &Rtnl, own: &[u32]) -> Result<(WaysOut, Vec<Found>), NetError> {
+pub async fn routes_out(rtnl: &Rtnl, own: &[u32]) -> Result<(RoutesOut, Vec<Found>), NetError> {
     let messages = messages(rtnl, RouteProtocol::Unspec).await?;
     let routes: Vec<Found> = messages.iter().filter_map(parse).collect();
     let next_hops: BTreeSet<u32> = messages
@@ -170,20 +170,20 @@ pub async fn ways_out(rtnl: &Rtnl, own: &[u32]) -> Result<(WaysOut, Vec<Found>),
     let elsewhere = elsewhere.filter_map(|found| {
         let destination = found.route.destination;
         let ours = if destination.addr().is_ipv4() { 1 } else { DEFAULT_METRIC_V6 };
-        let way = Elsewhere { on_link: found.on_link, wins: found.priority < ours };
-        Some((destination, found.interface?, way))
+        let how = Elsewhere { on_link: found.on_link, wins: found.priority < ours };
+        Some((destination, found.interface?, how))
     });
-    let ways = WaysOut {
+    let out = RoutesOut {
         default: default_of(&routes, own),
         next_hops: next_hops.into_iter().collect(),
         elsewhere: elsewhere.collect(),
     };
-    Ok((ways, routes.into_iter().filter(|found| found.protocol == PROTOCOL).collect()))
+    Ok((out, routes.into_iter().filter(|found| found.protocol == PROTOCOL).collect()))
 }
 
-/// What [`ways_out`] finds.
+/// What [`routes_out`] finds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct WaysOut {
+pub struct RoutesOut {
     /// Interface of the default route with the smallest metric, IPv4 before IPv6.
     pub default: Option<u32>,
     /// Interfaces with a route that has a next hop, or with a default route.

@@ -26,7 +26,7 @@ use rtnetlink::{
 
 pub use self::{
     diff::{Changes, Entry, Found, between, diff},
-    lookup::{WaysOut, by_interface, lookup, matched, ways_out},
+    lookup::{RoutesOut, by_interface, lookup, matched, routes_out},
 };
 use super::{NetError, PROTOCOL, Refused, Rtnl, addresses::keep, links};
 use kilo_core::net::Route;

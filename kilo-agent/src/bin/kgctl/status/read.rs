@@ -147,7 +147,7 @@ async fn leaders(read: &mut Read, cluster: &Cluster, found: &[Pod], quiet: bool)
         status.remember_leaders(first);
     }
     heard.iter().for_each(|(_, seen)| status.remember_ills(seen));
-    status.remember_ways(&heard);
+    status.remember_paths(&heard);
 }
 
 /// Notes why an agent's answer is missing: a missing right once for all of them.

@@ -86,7 +86,7 @@ pub async fn run(args: &TraceArgs) -> Result<String> {
 fn origin_of(tables: &kilo_core::plan::Tables, src: IpAddr) -> From {
     use kilo_core::{plan::Hop, prefixes::longest_entry};
     match longest_entry(&tables.prefix, src) {
-        Some((_, value)) => match tables.way(value.hop) {
+        Some((_, value)) => match tables.hop(value.hop) {
             Some(Hop::Node { .. }) => From::Lan,
             Some(Hop::Wireguard) => From::Kilo,
             Some(Hop::Local) if tables.is_private(src) => From::Host,
