@@ -1,7 +1,7 @@
 //! What this agent publishes: its node's annotations, Events, and the status of peers.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     net::{SocketAddr, SocketAddrV6},
 };
 
@@ -30,6 +30,10 @@ use kilo_host::net::{discovery, links::Link};
 
 /// Cilium's device, which has the node's overlay address.
 const CILIUM_HOST: &str = "cilium_host";
+
+/// Most endpoints of others that a node publishes, at 119 bytes each: the API server refuses a Node whose annotations
+/// are longer than 256 KiB together, and with them its heartbeat.
+const MOST_SEEN: usize = 1000;
 
 /// What writes beside the reconciles, because an API server or a disk may hang.
 pub(super) struct Writers<B> {
@@ -145,16 +149,6 @@ impl<B: Backend> Agent<B> {
         links: &[Link],
     ) -> Published {
         let ObservedMesh { mesh, snapshot, .. } = observed;
-        // Others need only the endpoints of roaming peers.
-        let gateways = mesh.segments.iter().enumerate().flat_map(|(at, segment)| {
-            let order = mesh.gateways_of(at).into_owned().order;
-            order.into_iter().filter_map(|gateway| segment.members.get(gateway))
-        });
-        let roaming: BTreeSet<_> = gateways
-            .filter(|gateway| gateway.node.persistent_keepalive > 0)
-            .filter_map(|gateway| gateway.node.key)
-            .chain(mesh.peers.iter().filter(|peer| peer.persistent_keepalive > 0).map(|peer| peer.public_key))
-            .collect();
         Published {
             endpoint: own.endpoint.clone(),
             ipv6_endpoint: self.ipv6_endpoint(own, mesh, links),
@@ -163,12 +157,7 @@ impl<B: Backend> Agent<B> {
             key: own.key,
             last_seen: seen.last_seen,
             wireguard_ip: plan::wireguard_address(mesh, &self.options.hostname),
-            discovered_endpoints: own
-                .discovered_endpoints
-                .iter()
-                .filter(|(key, at)| roaming.contains(key) && !publishes_itself(snapshot, key, at))
-                .map(|(key, at)| (*key, *at))
-                .collect(),
+            discovered_endpoints: roaming_endpoints(own, mesh, snapshot),
             granularity: Some(self.options.settings.granularity),
             cni_compatibility_ip: own.cni_compatibility_ip,
             signal: own.signal,
@@ -184,6 +173,27 @@ impl<B: Backend> Agent<B> {
 /// Whether this node is a gateway in a mesh where gateways may need paths other than their endpoints.
 fn concerns_relays(own: &Node, mesh: &Mesh) -> bool {
     relay::is_wanted(mesh) && is_gateway(mesh, &own.name)
+}
+
+/// Where this node sees roaming gateways and peers: others need no other endpoints. Of more than [`MOST_SEEN`] the
+/// gateways come first, whose locations nobody else may reach.
+fn roaming_endpoints(own: &Node, mesh: &Mesh, snapshot: &Snapshot) -> BTreeMap<PublicKey, SocketAddr> {
+    let gateways = mesh.segments.iter().enumerate().flat_map(|(at, segment)| {
+        let order = mesh.gateways_of(at).into_owned().order;
+        order.into_iter().filter_map(|gateway| segment.members.get(gateway))
+    });
+    let gateways: BTreeSet<_> = gateways
+        .filter(|gateway| gateway.node.persistent_keepalive > 0)
+        .filter_map(|gateway| gateway.node.key)
+        .collect();
+    let roams = mesh.peers.iter().filter(|peer| peer.persistent_keepalive > 0);
+    let peers: BTreeSet<_> =
+        roams.map(|peer| peer.public_key).filter(|key| !gateways.contains(key)).collect();
+    let seen = [gateways, peers].into_iter().flatten().filter_map(|key| {
+        let at = *own.discovered_endpoints.get(&key)?;
+        (!publishes_itself(snapshot, &key, &at)).then_some((key, at))
+    });
+    seen.take(MOST_SEEN).collect()
 }
 
 /// Whether this node may carry its location's packets.
@@ -226,6 +236,7 @@ mod tests {
 
     use super::*;
     use crate::failover::Options;
+    use kilo_core::{objects::annotations::wanted, topology::Peer};
 
     #[test]
     fn a_node_without_private_address_or_failover_says_nothing_of_signals() {
@@ -255,5 +266,44 @@ mod tests {
         assert_eq!(published(&without, Some("10.1.0.1/24"), Some(&failover)), nothing, "it is to have none");
         let full = Node { granularity: Some(Granularity::Full), ..seen };
         assert_eq!(published(&full, Some("10.1.0.1/24"), Some(&failover)), nothing, "each node leads itself");
+    }
+
+    #[test]
+    fn however_many_peers_roam_their_endpoints_fit_into_an_annotation_and_gateways_come_first() {
+        let key = |number: u32| {
+            let mut bytes = [0; 32];
+            bytes[..4].copy_from_slice(&number.to_be_bytes());
+            PublicKey(bytes)
+        };
+        let at =
+            |number: u32| SocketAddr::new([0x2001, 0xdb8, !0, !0, !0, !0, 0x1234, !0].into(), number as u16);
+        let peer = |number: u32| Peer {
+            name: format!("peer-{number}"),
+            allowed_ips: Vec::new(),
+            endpoint: None,
+            persistent_keepalive: 25,
+            preshared_key: None,
+            public_key: key(number),
+            follows: false,
+        };
+        let peers = (0..10_000).map(|number| (format!("peer-{number:05}"), peer(number))).collect();
+        let behind_nat = Node {
+            name: "b1".to_owned(),
+            key: Some(key(10_000)),
+            endpoint: "192.0.2.1:51820".parse().ok(),
+            persistent_keepalive: 25,
+            ..Node::default()
+        };
+        let mesh = Mesh::new([&behind_nat], &peers, Granularity::Location, "10.4.0.0/16".parse().unwrap());
+        let own = Node {
+            discovered_endpoints: (0..=10_000).map(|number| (key(number), at(number))).collect(),
+            ..Node::default()
+        };
+        let seen = roaming_endpoints(&own, &mesh, &Snapshot::default());
+        assert_eq!(seen.get(&key(10_000)), Some(&at(10_000)), "a gateway");
+        let published = Published { discovered_endpoints: seen, ..Published::default() };
+        let texts = wanted(&published).into_iter().filter_map(|(name, text)| Some(name.len() + text?.len()));
+        let bytes: usize = texts.sum();
+        assert!(bytes < 128 << 10, "{bytes} of the 262,144 bytes that all annotations of a Node may have");
     }
 }
