@@ -262,9 +262,14 @@ impl Own {
         let ours = annotations.filter(|(name, _)| name.starts_with(PREFIX));
         Self {
             annotations: ours.map(|(name, value)| (name.clone(), value.clone())).collect(),
-            version: metadata.resource_version.as_deref().and_then(|version| version.parse().ok()),
+            version: version(metadata),
         }
     }
+}
+
+/// An object's `resourceVersion`, when it is a number.
+pub fn version(metadata: &ObjectMeta) -> Option<u64> {
+    metadata.resource_version.as_deref()?.parse().ok()
 }
 
 /// All objects that the watches have reported; snapshots are made from them.
@@ -293,6 +298,11 @@ impl Cache {
     /// This node's annotations.
     pub fn own(&self) -> Option<&BTreeMap<String, String>> {
         self.own.as_ref().map(|own| &own.annotations)
+    }
+
+    /// The version of this node's object that its annotations are of, when it is a number.
+    pub fn own_version(&self) -> Option<u64> {
+        self.own.as_ref()?.version
     }
 
     /// Everything, once each kind has been listed; `None` before.

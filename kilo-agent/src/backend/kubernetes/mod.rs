@@ -55,7 +55,7 @@ pub use startup_fallback::StartupFallback;
 pub use successor::{Successor, SuccessorError, own_namespace};
 
 use self::{
-    cache::{Arrived, Cache, Kept, Own, Seen, Store, Urgency},
+    cache::{Arrived, Cache, Kept, Own, Seen, Store, Urgency, version},
     client::{Asked, counted, in_time},
     partial_node::PartialNode,
     pauses::with_pauses,
@@ -92,6 +92,8 @@ struct Shared {
     listed: Notify,
     /// How often the API server has answered.
     answers: watch::Receiver<u64>,
+    /// Signalled when the API server's history has begun anew, so that everything is to be listed again.
+    restored: watch::Sender<()>,
     /// Nodes that the API server had when this agent started.
     expected: usize,
     errors: WatchErrors,
@@ -163,6 +165,7 @@ impl KubernetesBackend {
             later: Notify::new(),
             listed: Notify::new(),
             answers,
+            restored: watch::Sender::default(),
             expected: first.items.len() + usize::try_from(more).unwrap_or(0),
             errors: WatchErrors::default(),
         });
@@ -226,10 +229,11 @@ impl KubernetesBackend {
     ) -> Result<(), BackendError> {
         let patch = Patch::Merge(serde_json::json!({ "metadata": { "annotations": annotations } }));
         let parameters = PatchParams { field_manager: Some("kilo".to_owned()), ..PatchParams::default() };
+        let known = self.shared.cache().own_version();
         let patched = self.nodes.patch_metadata(node, &parameters, &patch);
         let object = in_time(patched, Asked::Patch(node)).await?;
         // Recorded at once, so that the next reconcile does not write the same again.
-        self.shared.see_own(&object.metadata, Arrived::Reported);
+        self.shared.see_patched(&object.metadata, known);
         Ok(())
     }
 }
@@ -301,7 +305,9 @@ async fn follow<K, T: Kept>(
     }
     loop {
         let bytes = move |cache: &mut Cache| store(cache).bytes();
-        let stream = with_pauses(watcher(api.clone(), watcher::Config::default()), &shared, bytes);
+        let api = api.clone();
+        let watch = move || watcher(api.clone(), watcher::Config::default());
+        let stream = with_pauses(watch, &shared, bytes);
         pin_mut!(stream);
         // Translated at once, so that only one page of whole objects is held at a time.
         let mut listed: Vec<Seen<T>> = Vec::new();
@@ -418,6 +424,22 @@ impl Shared {
         see_peer(object)
     }
 
+    /// Takes the answer to a patch of this node that was sent when its object was `known` to have that version.
+    /// Versions only grow, unless etcd was restored from a backup: watches that go on from a version of before
+    /// then show nothing, without an error, until the new history has got there.
+    fn see_patched(&self, metadata: &ObjectMeta, known: Option<u64>) {
+        let is_restored = known.zip(version(metadata)).is_some_and(|(known, now)| now < known);
+        if !is_restored {
+            return self.see_own(metadata, Arrived::Reported);
+        }
+        tracing::warn!(
+            "the API server's resource versions went back, as after a restore of etcd from a backup; listing \
+             everything again"
+        );
+        self.see_own(metadata, Arrived::Listed);
+        self.restored.send_replace(());
+    }
+
     fn see_own(&self, metadata: &ObjectMeta, arrived: Arrived) {
         if self.hostname.is_some() && self.hostname == metadata.name {
             self.cache().put_own(Own::new(metadata), arrived);
@@ -485,6 +507,8 @@ impl Backend for KubernetesBackend {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use super::{test_server::Answer, *};
 
     /// etcd was restored from a backup, and versions are lower than before.
@@ -515,5 +539,39 @@ mod tests {
         let _following = AbortOnDropHandle::new(tokio::spawn(follow));
         tokio::time::timeout(Duration::from_secs(10), shared.now.notified()).await.unwrap();
         assert_eq!(shared.cache().own().unwrap()["kilo.squat.ai/location"], "restored");
+    }
+
+    /// Watches that go on from a version of before the restore show nothing.
+    #[tokio::test]
+    async fn versions_that_go_back_have_everything_listed_again() {
+        let restored = Arc::new(AtomicBool::new(false));
+        let is_restored = Arc::clone(&restored);
+        let client = test_server::client(move |asked| {
+            let (version, location) =
+                if is_restored.load(Ordering::Relaxed) { ("5", "restored") } else { ("1000", "before") };
+            let annotations = serde_json::json!({ "kilo.squat.ai/location": location });
+            let node = serde_json::json!({
+                "apiVersion": "v1", "kind": "Node",
+                "metadata": { "name": "a", "resourceVersion": version, "annotations": annotations },
+            });
+            match asked.method.as_str() {
+                _ if asked.watches() => Answer::Silence,
+                "PATCH" => Answer::Object(200, node),
+                _ => {
+                    let items = if asked.path.ends_with("/nodes") { vec![node] } else { Vec::new() };
+                    let list =
+                        serde_json::json!({ "metadata": { "resourceVersion": version }, "items": items });
+                    Answer::Object(200, list)
+                }
+            }
+        });
+        let backend = KubernetesBackend::start(client, Some("a"), "l").await.unwrap();
+        let mut snapshots = backend.watch();
+        assert_eq!(snapshots.borrow().nodes["a"].location, "before");
+        assert!(backend.publish("a", &Published::default()).await.unwrap());
+        restored.store(true, Ordering::Relaxed);
+        backend.publish("a", &Published { last_seen: 1, ..Published::default() }).await.unwrap();
+        let listed = snapshots.wait_for(|snapshot| snapshot.nodes["a"].location == "restored");
+        tokio::time::timeout(Duration::from_secs(10), listed).await.unwrap().unwrap();
     }
 }

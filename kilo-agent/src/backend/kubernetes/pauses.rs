@@ -5,6 +5,7 @@
 //! watches. [`Pauses`] is pure: time and random numbers are parameters.
 
 use std::{
+    pin::Pin,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -131,15 +132,19 @@ impl Pauses {
     }
 }
 
-/// A watch that pauses after each error, when its reader asks for the next event. `bytes`: size of a full
-/// list.
-pub(super) fn with_pauses<K: Send>(
-    watch: impl Stream<Item = watcher::Result<watcher::Event<K>>> + Send,
+/// A watch that pauses after each error, when its reader asks for the next event, and that `watch` begins
+/// anew with a list when the history of the API server has begun anew. `bytes`: size of a full list.
+pub(super) fn with_pauses<K: Send, W>(
+    watch: impl Fn() -> W + Send,
     shared: &Arc<Shared>,
     bytes: impl Fn(&mut Cache) -> f64 + Send,
-) -> impl Stream<Item = watcher::Result<watcher::Event<K>>> + Send {
+) -> impl Stream<Item = watcher::Result<watcher::Event<K>>> + Send
+where
+    W: Stream<Item = watcher::Result<watcher::Event<K>>> + Send,
+{
     let (shared, answers) = (Arc::clone(shared), shared.answers.clone());
-    let state = (Box::pin(watch), shared, answers, bytes, Pauses::default(), None);
+    let watch = Watch { restored: shared.restored.subscribe(), current: Box::pin(watch()), begin: watch };
+    let state = (watch, shared, answers, bytes, Pauses::default(), None);
     stream::unfold(state, |(mut watch, shared, mut answers, bytes, mut pauses, pause)| async move {
         if let Some(pause) = pause
             && wait(pause, &mut answers).await
@@ -169,6 +174,26 @@ pub(super) fn with_pauses<K: Send>(
         };
         Some((event, (watch, shared, answers, bytes, pauses, pause)))
     })
+}
+
+/// A watch, and how to begin it anew.
+struct Watch<F, W> {
+    begin: F,
+    current: Pin<Box<W>>,
+    /// Changes when the history of the API server has begun anew.
+    restored: tokio::sync::watch::Receiver<()>,
+}
+
+impl<W: Stream, F: Fn() -> W> Watch<F, W> {
+    async fn next(&mut self) -> Option<W::Item> {
+        loop {
+            tokio::select! {
+                event = self.current.next() => return event,
+                // The sender lives as long as the backend.
+                Ok(()) = self.restored.changed() => self.current = Box::pin((self.begin)()),
+            }
+        }
+    }
 }
 
 /// Waits for the pause to end; true when another request's answer ended it early.

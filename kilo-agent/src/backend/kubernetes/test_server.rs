@@ -91,6 +91,7 @@ pub fn shared(hostname: &str) -> (Arc<Shared>, watch::Sender<u64>) {
         later: Notify::new(),
         listed: Notify::new(),
         answers,
+        restored: watch::Sender::default(),
         expected: 3,
         errors: WatchErrors::default(),
     };

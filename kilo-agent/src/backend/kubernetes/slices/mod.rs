@@ -346,7 +346,8 @@ fn spawn_nodes(context: &Arc<Context>) -> AbortOnDropHandle<()> {
 /// Follows this node's own object, at once and whole: its annotations configure this agent.
 async fn follow_own(context: Arc<Context>) {
     let one = watcher::Config::default().fields(&format!("metadata.name={}", context.hostname));
-    let mut stream = pin!(with_pauses(watcher(context.nodes(), one), &context.shared, |_| 0.0));
+    let watch = || watcher(context.nodes(), one.clone());
+    let mut stream = pin!(with_pauses(watch, &context.shared, |_| 0.0));
     let mut listed = None;
     let put = |own: SeenNode<CheckedIn>| {
         context.shared.change(|cache| cache.nodes.put(own));

@@ -251,7 +251,8 @@ pub(super) async fn run(context: Arc<Context>) {
 async fn follow(context: &Context) {
     let config = watcher::Config::default().page_size(PAGE);
     let bytes = |cache: &mut Cache| cache.nodes.values().names().map(|_| ENTRY_BYTES).sum();
-    let mut stream = pin!(with_pauses(watcher(context.slices(), config), &context.shared, bytes));
+    let watch = || watcher(context.slices(), config.clone());
+    let mut stream = pin!(with_pauses(watch, &context.shared, bytes));
     let mut listed = Vec::new();
     while let Some(event) = stream.next().await {
         match event {

@@ -181,9 +181,10 @@ impl<'a> Writer<'a> {
     /// Runs until the Lease is lost; returns why.
     async fn run(mut self) -> Stopped {
         loop {
-            let watch = watcher(self.context.nodes(), watcher::Config::default());
+            let context = self.context;
+            let watch = || watcher(context.nodes(), watcher::Config::default());
             // Only one agent lists, so it need not wait for others.
-            let stream = with_pauses(watch, &self.context.shared, |_| 0.0);
+            let stream = with_pauses(watch, &context.shared, |_| 0.0);
             let mut stream = pin!(stream);
             match self.follow(&mut stream).await {
                 Some(why) => return why,
