@@ -12,6 +12,9 @@ use kilo_core::topology::{PeerAcceptance, PeerAcceptances};
 
 /// Peers whose status was refused are tried again after this time: it may be refused for good.
 const AGAIN: Duration = Duration::from_mins(1);
+/// What was written is compared with the objects again after this time: since then somebody may have made them anew,
+/// restored them from a backup, or granted the right to write their status.
+const COUNTS: Duration = Duration::from_mins(10);
 
 /// What the Peer objects contain, and what is being written.
 #[derive(Default)]
@@ -21,6 +24,8 @@ pub(super) struct PeerReports {
     /// What was refused; until `again` only other things are written.
     refused: PeerAcceptances,
     again: Option<Instant>,
+    /// Until when `written` counts.
+    counts: Option<Instant>,
 }
 
 /// A write that is under way.
@@ -37,7 +42,13 @@ impl PeerReports {
 
     /// Starts writing what differs, unless a write is under way; then a later call does.
     pub fn report<B: Backend>(&mut self, backend: &Arc<B>, wanted: PeerAcceptances) {
-        if self.task.is_some() || self.written.as_ref() == Some(&wanted) {
+        if self.task.is_some() {
+            return;
+        }
+        if self.counts.is_none_or(|until| Instant::now() >= until) {
+            self.written = None;
+        }
+        if self.written.as_ref() == Some(&wanted) {
             return;
         }
         if self.again.is_none_or(|again| Instant::now() >= again) {
@@ -61,6 +72,10 @@ impl PeerReports {
         let Some(Task { wanted, .. }) = self.task.take() else { return false };
         match answer {
             Ok(Ok(PeersReported { failed, .. })) => {
+                // Otherwise only a part was compared.
+                if self.written.is_none() {
+                    self.counts = Some(Instant::now() + COUNTS);
+                }
                 let is_complete = failed.is_empty();
                 if !is_complete {
                     self.again = Some(Instant::now() + AGAIN);
@@ -141,6 +156,22 @@ mod tests {
         reports.report(&backend, wanted(&["a", "b", "c"]));
         assert!(!reports.finished().await);
         assert_eq!(*backend.0.lock(), [vec!["a", "b"], vec!["c"], vec!["b"]]);
+    }
+
+    #[tokio::test]
+    async fn what_was_written_is_compared_with_the_objects_again_after_a_while() {
+        let (backend, mut reports) = (Arc::new(Refuses::default()), PeerReports::default());
+        let wanted = || PeerAcceptances::from([("a".to_owned(), PeerAcceptance::Accepted)]);
+        for time in 1..=2 {
+            reports.report(&backend, wanted());
+            assert!(reports.task.is_some(), "time {time}");
+            assert!(reports.finished().await);
+            reports.report(&backend, wanted());
+            assert!(reports.task.is_none(), "nothing has changed");
+            // Meanwhile its object is deleted and made anew, or its status may be written at last.
+            reports.counts = Some(Instant::now());
+        }
+        assert_eq!(*backend.0.lock(), [["a"], ["a"]]);
     }
 
     #[test]
