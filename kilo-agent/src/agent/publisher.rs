@@ -16,6 +16,10 @@ const RETRY: Duration = Duration::from_secs(2);
 const SOON: Duration = Duration::from_secs(20);
 /// An overloaded or unreachable API server is asked again after 2, 4, 8, 16, 16, ... seconds.
 const MOST_DOUBLINGS: u32 = 3;
+/// What somebody else undoes again and again is written after pauses of 2, 4, 8, 16, 32, 32, ... seconds.
+const MOST_PATIENT: u32 = 4;
+/// This many times in a row are no coincidence.
+const LASTING: u32 = 3;
 /// A write without answer is reported after this time; the answer may come later.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// Patience while nobody knows this node's key.
@@ -45,6 +49,12 @@ pub(super) struct Publisher<B> {
     checked_in: i64,
     /// Others have declared this node dead, by a heartbeat of 0.
     is_declared_dead: bool,
+    /// What was written last.
+    written: Option<Published>,
+    /// How often in a row somebody has undone that, at least.
+    undone: u32,
+    /// Until when what somebody undoes is not written again, except with a heartbeat.
+    rests: Option<Instant>,
 }
 
 /// A write that is under way.
@@ -74,6 +84,9 @@ impl<B: Backend> Publisher<B> {
             failed: false,
             checked_in: 0,
             is_declared_dead: false,
+            written: None,
+            undone: 0,
+            rests: None,
         }
     }
 
@@ -95,6 +108,11 @@ impl<B: Backend> Publisher<B> {
     /// Whether everything that was to be written has been.
     pub const fn is_settled(&self) -> bool {
         self.asked.is_none() && !self.failed
+    }
+
+    /// Whether somebody has undone what was written too often to write it again now: each write goes to all agents.
+    pub fn is_resting(&self, now: Instant) -> bool {
+        self.rests.is_some_and(|until| now < until)
     }
 
     /// Delays the next attempt by the retry pause after a failure.
@@ -130,7 +148,8 @@ impl<B: Backend> Publisher<B> {
     /// Returns at once; [`Self::answered`] yields the result. A write under way goes first.
     pub fn publish(&mut self, mut published: Published, patience: Duration, now: Instant, unix_now: i64) {
         let due = now >= self.next_check_in;
-        if !due && !self.is_answered() {
+        let is_undone = || self.written.as_ref().is_some_and(|written| says_the_same(written, &published));
+        if !due && (!self.is_answered() || self.is_resting(now) && is_undone()) {
             return;
         }
         // The backend's view may be older than the last write, the one under way or the one waiting. The
@@ -197,7 +216,7 @@ impl<B: Backend> Publisher<B> {
                 let text = format!(
                     "the API server (or the directory of --backend=file) has not answered within {seconds} s; going on without"
                 );
-                return self.record(Err(BackendError::Unreachable(text.into())));
+                return self.record(Err(BackendError::Unreachable(text.into()))).map(drop);
             }
         };
         let Some(asked) = self.asked.take() else { return Ok(()) };
@@ -205,7 +224,8 @@ impl<B: Backend> Publisher<B> {
             Err(BackendError::Api(Explained::of("annotation writer panicked", panic)))
         });
         let wanted = self.wanted.take();
-        self.record(answer)?;
+        let is_written = self.record(answer)?;
+        self.note_written(&asked.published, is_written);
         if asked.published.last_seen != self.checked_in {
             self.checked_in = asked.published.last_seen;
             // It may have been reported as overdue, and a retry scheduled.
@@ -217,7 +237,30 @@ impl<B: Backend> Publisher<B> {
         Ok(())
     }
 
-    fn record(&mut self, answer: Result<bool, BackendError>) -> Result<(), BackendError> {
+    /// Notes an answer: the backend `is_written` when its node did not have all of this. If that is so although it was
+    /// written last, too, somebody has undone it.
+    fn note_written(&mut self, published: &Published, is_written: bool) {
+        let before = self.written.replace(published.clone());
+        let same = before.as_ref().is_some_and(|before| says_the_same(before, published));
+        if !is_written || !same {
+            (self.undone, self.rests) = (0, None);
+        } else if before.as_ref() == Some(published) {
+            self.undone = self.undone.saturating_add(1);
+            // Once may be Kilo's own agent, which removes annotations when it leaves.
+            let doublings = self.undone.checked_sub(2).map(|again| again.min(MOST_PATIENT));
+            self.rests = doublings.map(|doublings| Instant::now() + jittered(RETRY * (1 << doublings)));
+            if self.undone == LASTING {
+                tracing::error!(
+                    node = self.node,
+                    "something else changes again and again what this agent writes into its node's annotations; it is \
+                     written more and more seldom: look for another agent with this --hostname, such as one of a copied \
+                     machine, and for a controller that manages annotations of Nodes"
+                );
+            }
+        }
+    }
+
+    fn record(&mut self, answer: Result<bool, BackendError>) -> Result<bool, BackendError> {
         self.failed = answer.is_err();
         match &answer {
             Err(error) if error.is_temporary() => {
@@ -231,8 +274,13 @@ impl<B: Backend> Publisher<B> {
             }
             Ok(_) => self.unanswered = 0,
         }
-        answer.map(drop)
+        answer
     }
+}
+
+/// Whether at most heartbeats differ.
+fn says_the_same(one: &Published, other: &Published) -> bool {
+    Published { last_seen: other.last_seen, heartbeat: other.heartbeat, ..one.clone() } == *other
 }
 
 /// When the heartbeat after `heartbeat` is due.
@@ -257,6 +305,8 @@ async fn until(time: Option<Instant>) {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "tests")]
 
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use kilo_core::{objects::Snapshot, wireguard::key::SecretKey};
     use parking_lot::Mutex;
     use tokio::sync::{Semaphore, watch};
@@ -269,6 +319,8 @@ mod tests {
     struct Held {
         written: Mutex<Vec<Published>>,
         answers: Semaphore,
+        /// Somebody undoes each write at once.
+        undoes: AtomicBool,
     }
 
     impl Backend for Held {
@@ -278,8 +330,10 @@ mod tests {
 
         async fn publish(&self, _: &str, published: &Published) -> Result<bool, BackendError> {
             self.answers.acquire().await.unwrap().forget();
-            self.written.lock().push(published.clone());
-            Ok(true)
+            let mut written = self.written.lock();
+            let differs = written.last() != Some(published);
+            written.push(published.clone());
+            Ok(differs || self.undoes.load(Ordering::Relaxed))
         }
 
         async fn declare_dead(&self, _: &str, _: i64) -> Result<bool, BackendError> {
@@ -298,8 +352,8 @@ mod tests {
     }
 
     fn begin() -> (Arc<Held>, Publisher<Held>, Instant) {
-        let (written, answers) = (Mutex::default(), Semaphore::new(0));
-        let (held, now) = (Arc::new(Held { written, answers }), Instant::now());
+        let (written, answers, undoes) = (Mutex::default(), Semaphore::new(0), AtomicBool::new(false));
+        let (held, now) = (Arc::new(Held { written, answers, undoes }), Instant::now());
         (Arc::clone(&held), Publisher::new(held, "n1".into(), now), now)
     }
 
@@ -448,6 +502,37 @@ mod tests {
         let said: Vec<_> =
             written.iter().take(3).map(|written| (written.last_seen, written.heartbeat)).collect();
         assert_eq!(said, [1000, 1001, 1002].map(|last_seen| (last_seen, Some(300))));
+    }
+
+    #[tokio::test]
+    async fn what_somebody_undoes_again_and_again_is_written_more_and_more_seldom() {
+        let (held, mut publisher, now) = begin();
+        held.answers.add_permits(1000);
+        held.undoes.store(true, Ordering::Relaxed);
+        // As often as snapshots come; the other one writes as fast.
+        let mut publish = async |milliseconds: u64, published| {
+            let at = now + Duration::from_millis(milliseconds);
+            publisher.publish_beside(published, at, 1000 + i64::try_from(milliseconds / 1000).unwrap());
+            while publisher.asked.is_some() {
+                publisher.answered().await.unwrap();
+            }
+            held.written.lock().len()
+        };
+        let mut writes = 0;
+        for tenth in 0..100 {
+            writes = publish(tenth * 100, seen(1000)).await;
+        }
+        // Pauses are by the clock of the test, in which no time passes.
+        assert!((3..20).contains(&writes), "{writes} writes");
+        let key = Some(SecretKey::from_bytes([1; 32]).public());
+        let changed = Published { key, ..seen(1000) };
+        assert_eq!(publish(10_100, changed.clone()).await, writes + 1, "news are written");
+        let mut after = writes + 1;
+        for tenth in 102..120 {
+            after = publish(tenth * 100, changed.clone()).await;
+        }
+        assert!(after < writes + 9, "{after} writes");
+        assert_eq!(publish(60_000, changed).await, after + 1, "a heartbeat is due");
     }
 
     #[tokio::test]

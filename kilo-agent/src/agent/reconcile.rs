@@ -76,7 +76,8 @@ impl<B: Backend> Agent<B> {
         self.pace_heartbeats(with_own(&snapshot.nodes, Some(&own)), mesh, now);
         // Packets routed into the mesh before others know this node's key are lost, and the API server may be
         // reachable only through the mesh: so the key is published first, and its answer is awaited once.
-        let asks_first = seen.key != own.key && self.writers.publisher.is_answered();
+        let publisher = &self.writers.publisher;
+        let asks_first = seen.key != own.key && publisher.is_answered() && !publisher.is_resting(now);
         if asks_first {
             self.writers.publisher.publish(published.clone(), PATIENCE_UNKNOWN, now, unix_now);
             let answer = self.writers.publisher.answered().await;
