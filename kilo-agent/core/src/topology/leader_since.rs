@@ -16,12 +16,17 @@ pub struct LeaderSince {
     pub changes: u64,
 }
 
+/// Locations that have gone whose counts are kept. A node on its own is a location, too, and where nodes come and go
+/// all the time, as with an autoscaler, there is no end to their names.
+const MOST_GONE: usize = 1000;
+
 /// Current leaders by name of the location, as [`Segment::location`](super::Segment::location).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LeadersSince(BTreeMap<String, LeaderSince>);
 
 impl LeadersSince {
-    /// Records who leads now. A location that has gone and comes back keeps its count while the agent runs.
+    /// Records who leads now. A location that has gone and comes back keeps its count while the agent runs, until
+    /// more than [`MOST_GONE`] have gone.
     pub fn observe(&mut self, mesh: &Mesh, now: Instant) {
         for segment in &mesh.segments {
             let Some(leading) = segment.leading() else { continue };
@@ -36,6 +41,11 @@ impl LeadersSince {
                     self.0.insert(segment.location.clone(), lead);
                 }
             }
+        }
+        if self.0.len() > mesh.segments.len() + MOST_GONE {
+            let known =
+                |name: &String| mesh.segments.binary_search_by(|segment| segment.location.cmp(name)).is_ok();
+            self.0.retain(|name, _| known(name));
         }
     }
 
@@ -63,6 +73,24 @@ mod tests {
             ..Node::default()
         });
         Mesh::new(&nodes, &BTreeMap::new(), Granularity::Location, "10.4.0.0/16".parse().unwrap())
+    }
+
+    #[test]
+    fn locations_that_have_gone_are_not_kept_without_end() {
+        let (mut leaders, now) = (LeadersSince::default(), Instant::now());
+        for number in 0..3 * MOST_GONE {
+            // Without private addresses, so that each node is its own location.
+            let nodes = ["stays".to_owned(), format!("node-{number}")].map(|name| Node {
+                name,
+                endpoint: "192.0.2.1:51820".parse().ok(),
+                key: Some(PublicKey([1; 32])),
+                ..Node::default()
+            });
+            let subnet = "10.4.0.0/16".parse().unwrap();
+            leaders.observe(&Mesh::new(&nodes, &BTreeMap::new(), Granularity::Location, subnet), now);
+        }
+        assert!(leaders.0.len() <= MOST_GONE + 2, "{}", leaders.0.len());
+        assert!(leaders.get("node:stays").is_some() && leaders.get("node:node-2999").is_some());
     }
 
     #[test]
