@@ -90,11 +90,14 @@ impl Cluster {
         peers: Vec<Present>,
         now: i64,
     ) -> Result<Self, Unfit> {
-        let ready: Vec<&Node> =
-            snapshot.nodes.iter().filter(|node| ready_at(*node, now)).map(|known| &**known.node).collect();
-        if ready.is_empty() {
+        if !snapshot.nodes.iter().any(|node| ready_at(node, now)) {
             return Err(Unfit::NobodyReady(name.to_owned()));
         }
+        // By a clock that is ahead some of the nodes look dead, and their locations would lose their Peers.
+        let newest = snapshot.nodes.iter().map(|node| node.last_seen).max().unwrap_or(now);
+        let now = now.min(newest);
+        let ready: Vec<&Node> =
+            snapshot.nodes.iter().filter(|node| ready_at(*node, now)).map(|known| &**known.node).collect();
         let subnet = published_subnet(ready.iter().copied())
             .map_err(|differ| Unfit::Subnets(name.to_owned(), differ))?
             .ok_or_else(|| Unfit::NoSubnet(name.to_owned()))?;
@@ -463,6 +466,27 @@ mod tests {
         two.peers = vec![present("c1-c", None, 99, "10.77.0.0/16")];
         let text = conflicts(&one, &two).join("\n");
         assert!(text.contains("Peer c1-c of cluster c2 was not made by"), "{text}");
+    }
+
+    #[test]
+    fn a_clock_that_is_ahead_takes_no_peer_from_a_location_that_is_alive() {
+        let (one, mut two) = (plain(1), plain(2));
+        two.peers = written(&Changes::between(wanted(&one, &two), &two, "c1"), "c1");
+        // Nodes check in every 30 s, each at its own time.
+        let nodes = [("a", "east", 1, 2), ("b", "east", 2, 12), ("c", "west", 3, 29)];
+        let nodes = nodes.map(|(name, location, number, age)| CheckedIn {
+            node: node(1, name, location, number),
+            last_seen: NOW - age,
+        });
+        let snapshot = Snapshot { nodes: nodes.into_iter().collect(), ..Snapshot::default() };
+        for ahead in [0, 20, 45, 57] {
+            let services = one.services.clone();
+            let now = NOW + ahead;
+            let one =
+                Cluster::new("c1", &snapshot, Granularity::Location, services, Vec::new(), now).unwrap();
+            let changes = Changes::between(wanted(&one, &two), &two, "c1");
+            assert_eq!(changes, Changes { unchanged: 2, ..Changes::default() }, "{ahead} s");
+        }
     }
 
     #[test]
