@@ -37,6 +37,7 @@ pub async fn report(
 ) -> Result<PeersReported, BackendError> {
     let objects = present_objects(api, peers).await?;
     let mut reported = PeersReported::default();
+    let mut first_refusal = None;
     for object in objects {
         let name = object.metadata.name.clone().unwrap_or_default();
         let Some(acceptance) = peers.get(&name) else { continue };
@@ -58,11 +59,7 @@ pub async fn report(
                 break;
             }
             Err(kube::Error::Api(status)) if !matches!(status.code, 429 | 500..) => {
-                tracing::warn!(
-                    peer = name,
-                    reason = status.message,
-                    "failed to write the status of this peer; retrying in a minute"
-                );
+                first_refusal.get_or_insert_with(|| (name.clone(), status.message));
                 reported.failed.insert(name);
                 continue;
             }
@@ -75,6 +72,11 @@ pub async fn report(
                 tracing::debug!(%error, peer = name, reason = reason.as_str(), "failed to write an Event");
             }
         }
+    }
+    // One line for all: admission may refuse thousands, and each is tried again every minute.
+    if let Some((peer, reason)) = first_refusal {
+        let failed = reported.failed.len();
+        tracing::warn!(peer, reason, failed, "failed to write the status of peers; retrying in a minute");
     }
     Ok(reported)
 }
@@ -233,6 +235,30 @@ mod tests {
         let (result, asked) = reported(refusal(404, "NotFound", gone, "b")).await;
         let wanted = PeersReported { writes: 3, ..PeersReported::default() };
         assert_eq!((result.unwrap(), asked.as_str()), (wanted, "abcd"), "it was deleted");
+    }
+
+    #[tokio::test]
+    async fn thousands_of_peers_whose_status_is_refused_are_one_line_of_the_log() {
+        let denied = "admission webhook \"x\" denied the request";
+        let client = test_server::client(move |request| match request.method.as_str() {
+            "PATCH" => refusal(403, "Forbidden", denied, "p").into(),
+            _ => {
+                let peer = |number| json!({ "metadata": { "name": format!("peer-{number:04}") } });
+                let items: Vec<_> = (0..3000).map(peer).collect();
+                Answer::Object(200, json!({ "metadata": {}, "items": items }))
+            }
+        });
+        let api: Api<DynamicObject> = Api::all_with(client.clone(), &ApiResource::erase::<Peer>(&()));
+        let names = (0..3000).map(|number| (format!("peer-{number:04}"), PeerAcceptance::Accepted)).collect();
+        let log = tempfile::NamedTempFile::new().unwrap();
+        let file = Arc::new(log.reopen().unwrap());
+        let logging = tracing_subscriber::fmt().with_ansi(false).with_writer(file).finish();
+        let logging = tracing::subscriber::set_default(logging);
+        assert_eq!(report(&client, &api, &names).await.unwrap().failed.len(), 3000);
+        drop(logging);
+        let text = std::fs::read_to_string(log.path()).unwrap();
+        assert_eq!(text.lines().count(), 1, "{}", &text[..500.min(text.len())]);
+        assert!(text.contains("failed=3000") && text.contains("peer-0000"), "{text}");
     }
 
     #[tokio::test]
