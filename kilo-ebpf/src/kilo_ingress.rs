@@ -43,7 +43,7 @@ fn ingress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
     let translated = if value.flags & PREFIX_NOT_TRANSLATED != 0 {
         None
     } else {
-        masquerade::ingress(ctx, config, 0, &ip, false)?
+        masquerade::ingress::<_, false>(ctx, config, 0, &ip, false)?
     };
     if let Some(addr) = translated {
         ip.set_dst(addr);
@@ -64,7 +64,7 @@ fn ingress<I: Ip>(ctx: &TcContext, config: &Config) -> Verdict {
     // address, which was tried above.
     if translated.is_none()
         && config.flags & (I::SEVERAL | CONFIG_OFFERED) != 0
-        && masquerade::ingress(ctx, config, 0, &ip, true)?.is_none()
+        && masquerade::ingress::<_, false>(ctx, config, 0, &ip, true)?.is_none()
     {
         masquerade::arrived(ctx, config, 0, &ip);
     }

@@ -188,7 +188,7 @@ fn received<O: Ip, const LINK: usize>(ctx: &TcContext, config: &Config) -> Verdi
     if outer.protocol() == protocol::UDP && source_is_via_wireguard::<O, LINK>(ctx, config, &outer) {
         return Err(DropReason::InsideTunnel);
     }
-    if masquerade::ingress(ctx, config, LINK, &outer, true)?.is_some() {
+    if masquerade::ingress::<_, true>(ctx, config, LINK, &outer, true)?.is_some() {
         return Ok(Act::NEXT);
     }
     if relay::concerns::<O, LINK>(ctx, config, &outer) {

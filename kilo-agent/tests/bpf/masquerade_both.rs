@@ -15,7 +15,7 @@ use bpf::{
 };
 use kilo_common::{
     checksum,
-    maps::{CONFIG_ONE_V4, CONFIG_SEVERAL_V4, NAT_EGRESS, NAT_INGRESS, NatKey, NatValue},
+    maps::{CONFIG_ONE_V4, CONFIG_SEVERAL_V4, NAT_EGRESS, NAT_INGRESS, NatKey, NatValue, VXLAN_PORT},
 };
 use masquerade::{
     Side, World, addresses, echo, fragments, frame, ip, neighbour, ports, read, sides, tcp, transport, udp,
@@ -114,6 +114,23 @@ fn fragments_follow_their_first_one_both_ways() {
         );
         let got = read(&frame(&whole([&first.bytes[14..], &second.bytes[14..]])));
         assert_eq!((got.dst, got.ports), (pod, (53, 5000)));
+    }
+}
+
+/// Data of an answer is no port, whatever it says.
+#[test]
+fn a_later_fragment_that_reads_like_a_tunnels_packet_follows_its_first_one() {
+    let Some(mut world) = World::new() else { return };
+    for (side, port) in sides().into_iter().zip([world.tables.config.wireguard_port, VXLAN_PORT]) {
+        let Side { pod, public, outside, .. } = side;
+        world.out(&udp(pod, outside, (5000, 53), b"question"));
+        let data = port.to_be_bytes().repeat(1000);
+        for (id, at) in [(11, 1008), (12, 1016)] {
+            let [first, second] = fragments(&udp(outside, public, (53, 5000), &data), id, at);
+            for part in [first, second] {
+                assert_eq!(world.back(&part).counted, ["unmasquerade"], "{pod}: fragment at {at}");
+            }
+        }
     }
 }
 

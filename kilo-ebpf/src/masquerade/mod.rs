@@ -115,9 +115,10 @@ pub fn egress<I: Ip>(
 }
 
 /// Translates the destination of a reply back; returns the new destination. `anywhere`:
-/// the flow may have left by another interface, with its address.
+/// the flow may have left by another interface, with its address. `UPLINK`: it is not the WireGuard device, whose
+/// program has no stack left to tell later fragments from packets with ports.
 #[inline(always)]
-pub fn ingress<I: Ip>(
+pub fn ingress<I: Ip, const UPLINK: bool>(
     ctx: &TcContext,
     config: &Config,
     offset: usize,
@@ -126,7 +127,7 @@ pub fn ingress<I: Ip>(
 ) -> Result<Option<I::Addr>, DropReason> {
     let Some(device) = translating_device(ctx, config) else { return Ok(None) };
     let is_ours = ip.dst() == I::masq_addr(device) || anywhere && address::is_own::<I>(config, ip.dst());
-    if !is_ours || is_hosts_alone(ctx, config, offset, ip, 2) {
+    if !is_ours || is_hosts_alone(ctx, config, offset, ip, 2) && (!UPLINK || I::V6 || has_port(ctx, offset)) {
         return Ok(None);
     }
     let Some(work) = this_cpu() else { return Ok(None) };
@@ -166,6 +167,13 @@ fn is_hosts_alone<I: Ip>(ctx: &TcContext, config: &Config, offset: usize, ip: &I
         protocol::IPIP | protocol::IPV6 => true,
         _ => false,
     }
+}
+
+/// False for a fragment of an IPv4 packet without the transport header: what is there is data.
+#[inline(always)]
+fn has_port(ctx: &TcContext, offset: usize) -> bool {
+    const FRAGMENT: usize = 6;
+    packet::linear_word(ctx, offset + FRAGMENT).is_none_or(|fragment| u16::from_be(fragment) & 0x1fff == 0)
 }
 
 subprogram! {
