@@ -258,13 +258,16 @@ pub struct InboundValue {
 pub struct MasqAddr {
     /// The address; IPv4 as `::ffff:a.b.c.d`.
     pub addr: [u8; 16],
-    /// The interface that has it.
+    /// The interface that gives it to packets, or [`MASQ_ADDR_SHARED`].
     pub ifindex: u32,
 }
 
 /// Interface index in those keys of `masq_addr` that list the masquerade addresses themselves, of all
 /// uplinks.
 pub const MASQ_ADDR_OWN: u32 = 0;
+
+/// [`MasqAddr::ifindex`] of an address that several interfaces give to packets, such as one on loopback.
+pub const MASQ_ADDR_SHARED: u32 = 0;
 
 /// Bits of the interface index, which comes before the destination in a key of `masq_addr`.
 pub const MASQ_ADDR_INDEX_BITS: u32 = 32;

@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 pub mod host;
-use crate::{bpf, netns, seed::seed};
+use crate::{bpf, netns, seed::seed, wait::time_passes};
 
 use bpf::{
     MEMBER, MEMBER_POD, OUTSIDE, OWN_POD, PUBLIC, REMOTE_POD, SELF,
@@ -12,9 +12,16 @@ use bpf::{
     random::Random,
 };
 use host::{LAN_MAC, LanSender, NODE_MAC, World, has_vlans, heard, index, lan, udp_in_lan};
-use kilo_common::{counters::Action, maps::MASQ_FORCE, packet::protocol};
+use kilo_common::{
+    counters::Action,
+    maps::{CONFIG_SEVERAL_V4, DEVICE_BY_DESTINATION, DEVICE_MASQUERADE, Device, MASQ_FORCE},
+    packet::protocol,
+};
 use netns::{isolated, sh};
-use std::net::{Ipv4Addr, Ipv6Addr, UdpSocket};
+use std::{
+    net::{Ipv4Addr, Ipv6Addr, UdpSocket},
+    time::Duration,
+};
 
 /// A steered packet for a pod of this node, in a frame with this tag.
 fn tagged(tag: Option<u16>, port: u16) -> Vec<u8> {
@@ -105,6 +112,40 @@ fn a_frame_of_a_vlan_is_the_vlan_devices() {
     });
 }
 
+/// Routes through both name one source address, which is on loopback.
+#[test]
+fn a_flow_keeps_its_port_where_two_uplinks_give_packets_one_address() {
+    isolated("a_flow_keeps_its_port_where_two_uplinks_give_packets_one_address", || async {
+        let mut world = World::on_veth();
+        sh("ip link add eth1 type veth peer name eth1 netns lan
+            ip link set eth1 up; ip address add 10.1.1.11/24 dev eth1
+            ip address add 10.42.1.3/32 dev lo; ip address add 192.0.2.11/32 dev lo
+            ip route add 198.51.100.0/24 via 10.1.1.12");
+        lan("ip link set eth1 up; ip address add 10.1.1.12/24 dev eth1");
+        for (name, masq_v4) in [("eth0", SELF), ("eth1", [10, 1, 1, 11])] {
+            let flags = DEVICE_MASQUERADE | DEVICE_BY_DESTINATION;
+            world.tables.device.insert(index(name), Device { masq_v4, flags, ..Device::default() });
+            let to = "198.51.100.0/24".parse().unwrap();
+            world.tables.masq_addr.insert((index(name), to), Ipv4Addr::from(PUBLIC).into());
+        }
+        world.tables.config.flags |= CONFIG_SEVERAL_V4;
+        world.attach(&["eth0", "eth1"], &[]).await;
+        let outside = udp_in_lan(OUTSIDE, 53);
+        let pods = [OWN_POD, [10, 42, 1, 3]].map(|pod| UdpSocket::bind((Ipv4Addr::from(pod), 2000)).unwrap());
+        let seen = |pod: &UdpSocket| {
+            pod.send_to(b"question", (Ipv4Addr::from(OUTSIDE), 53)).unwrap();
+            outside.recv_from(&mut [0; 64]).unwrap().1
+        };
+        assert_eq!(seen(&pods[0]), (Ipv4Addr::from(PUBLIC), 2000).into());
+        let second = seen(&pods[1]);
+        assert_eq!(second.ip(), Ipv4Addr::from(PUBLIC));
+        assert_ne!(second.port(), 2000, "the first pod has it");
+        world.forget_flows_of(OWN_POD);
+        time_passes(Duration::from_millis(1100), "a flow's address is looked at once a second");
+        assert_eq!(seen(&pods[1]), second);
+    });
+}
+
 #[test]
 fn what_leaves_by_a_vlan_is_masqueraded_once_and_the_answer_comes_back() {
     isolated("what_leaves_by_a_vlan_is_masqueraded_once_and_the_answer_comes_back", || async {
@@ -192,7 +233,7 @@ fn an_icmp_error_from_behind_an_uplink_without_link_layer_reaches_the_pod() {
         let sum = message.chunks(2).map(|pair| u32::from(pair[0]) << 8 | u32::from(pair[1])).sum();
         message[2..4].copy_from_slice(&(!kilo_common::checksum::fold(sum)).to_be_bytes());
         tun.send(&ipv4(OUTSIDE, SELF, protocol::ICMP, 64, &message));
-        pod.set_read_timeout(Some(std::time::Duration::from_secs(10))).unwrap();
+        pod.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
         let refused = pod.recv(&mut [0; 16]).unwrap_err();
         assert_eq!(refused.kind(), std::io::ErrorKind::ConnectionRefused);
     });

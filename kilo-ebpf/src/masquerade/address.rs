@@ -2,7 +2,7 @@
 //! destination, as the kernel would. Also, which addresses these are.
 
 use aya_ebpf::programs::TcContext;
-use kilo_common::maps::{Config, MASQ_ADDR_OWN, MasqAddr};
+use kilo_common::maps::{Config, MASQ_ADDR_OWN, MASQ_ADDR_SHARED, MasqAddr};
 
 use super::scratch::{Work, halves};
 use crate::{
@@ -39,9 +39,10 @@ fn choose_address(skb: Skb, work: &mut Work) -> u32 {
     1
 }
 
-/// True for an address of the interface the packet leaves by.
+/// True for an address that the interface the packet leaves by gives to packets.
 #[inline(always)]
 pub fn is_of(skb: Skb, addr: &[u8; 16]) -> bool {
-    find(MASQ_ADDR_OWN, halves(addr))
-        .is_some_and(|found| found.ifindex == packet::ifindex(&TcContext::new(skb)))
+    find(MASQ_ADDR_OWN, halves(addr)).is_some_and(|found| {
+        found.ifindex == packet::ifindex(&TcContext::new(skb)) || found.ifindex == MASQ_ADDR_SHARED
+    })
 }

@@ -10,14 +10,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-use aya::maps::{MapData, RingBuf};
+use aya::maps::{HashMap, Map, MapData, RingBuf};
 use kilo_common::{
     counters::Action,
-    maps::{DEVICE_MASQUERADE, Device, NODE_INTERFACES},
+    map_table::name,
+    maps::{DEVICE_MASQUERADE, Device, NODE_INTERFACES, NatKey, NatValue},
+    nat::flow::mapped,
 };
 use kilo_core::plan::Tables;
 use kilo_host::{
-    dataplane::{CounterReader, Dataplane, Interfaces, lead::Signals, relay::RelayMaps},
+    dataplane::{CounterReader, Dataplane, Interfaces, lead::Signals, pin_directory, relay::RelayMaps},
     net::Net,
 };
 use nix::{
@@ -137,6 +139,17 @@ impl World {
     /// The maps of a relay.
     pub fn relay_maps(&self) -> RelayMaps {
         RelayMaps::open(self.fs.path()).unwrap()
+    }
+
+    /// Removes both entries of each masqueraded flow of this pod, as NAT GC does when they have ended.
+    pub fn forget_flows_of(&self, pod: [u8; 4]) {
+        let data = MapData::from_pin(pin_directory(self.fs.path()).join(name::NAT)).unwrap();
+        let mut nat = HashMap::<_, NatKey, NatValue>::try_from(Map::LruHashMap(data)).unwrap();
+        let all: Vec<_> = nat.iter().map(Result::unwrap).collect();
+        for (key, value) in all.iter().filter(|(key, _)| key.src == mapped(pod)) {
+            nat.remove(key).unwrap();
+            nat.remove(&key.partner(&value.addr, value.port)).unwrap();
+        }
     }
 
     fn counters(&self) -> CounterReader {

@@ -8,8 +8,8 @@ use std::{
 
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use kilo_common::maps::{
-    FAMILY_V4, FAMILY_V6, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, Hop, MASQ_ADDR_OWN, MasqAddr,
-    NodeValue, PrefixValue, SignalKey, TUNNEL_IPIP, TUNNEL_NONE, TUNNEL_VXLAN,
+    FAMILY_V4, FAMILY_V6, HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, Hop, MASQ_ADDR_OWN,
+    MASQ_ADDR_SHARED, MasqAddr, NodeValue, PrefixValue, SignalKey, TUNNEL_IPIP, TUNNEL_NONE, TUNNEL_VXLAN,
 };
 use kilo_core::{
     flat_map::{FlatMap, Key},
@@ -146,7 +146,7 @@ fn masq_addrs(tables: &Tables) -> BTreeMap<Towards, MasqAddr> {
             wide.push(ifindex);
         }
         all.insert(Towards(ifindex, prefix), MasqAddr { addr: map(addr).octets(), ifindex });
-        own.entry(map(addr)).or_insert(ifindex);
+        note_giver(&mut own, map(addr), ifindex);
     }
     for (&ifindex, device) in &tables.device {
         let [v4, v6] = [Ipv4Addr::from(device.masq_v4).to_ipv6_mapped(), Ipv6Addr::from(device.masq_v6)];
@@ -157,8 +157,8 @@ fn masq_addrs(tables: &Tables) -> BTreeMap<Towards, MasqAddr> {
         }
         // Packets that leave by the WireGuard device get one address, which may be an uplink's, too.
         if ifindex != tables.config.kilo_ifindex {
-            own.entry(v4).or_insert(ifindex);
-            own.entry(v6).or_insert(ifindex);
+            note_giver(&mut own, v4, ifindex);
+            note_giver(&mut own, v6, ifindex);
         }
     }
     let nothing = [Ipv4Addr::UNSPECIFIED.to_ipv6_mapped(), Ipv6Addr::UNSPECIFIED];
@@ -167,6 +167,14 @@ fn masq_addrs(tables: &Tables) -> BTreeMap<Towards, MasqAddr> {
         (Towards(MASQ_ADDR_OWN, addr.into()), MasqAddr { addr: addr.octets(), ifindex })
     }));
     all
+}
+
+/// Notes that this interface gives the address to packets.
+fn note_giver(own: &mut BTreeMap<Ipv6Addr, u32>, addr: Ipv6Addr, ifindex: u32) {
+    let given_by = own.entry(addr).or_insert(ifindex);
+    if *given_by != ifindex {
+        *given_by = MASQ_ADDR_SHARED;
+    }
 }
 
 /// The inverse of [`masq_addrs`], without the addresses that are in `device`.
