@@ -28,7 +28,8 @@ const CHECKED_SOURCE: u32 = u32::from_be_bytes(*b"chkd");
 const OF_SENDER: u32 = u32::from_be_bytes(*b"sndr");
 /// `inject` to `kilo_egress`: for a node of the location, without outer header.
 const TO_LAN: u32 = u32::from_be_bytes(*b"lan ");
-/// Any program that steers, to `uplink_egress`: on its way to another node.
+/// Any program that steers, to `uplink_egress`: on its way to another node. Also from one uplink to the uplink
+/// below it: masqueraded.
 const SENT: u32 = u32::from_be_bytes(*b"sent");
 
 /// `skb->priority` from `lan_ingress` to `tunnel_ingress`: outer header checked. The last four bits keep the
@@ -214,7 +215,7 @@ pub fn forget(ctx: &TcContext) {
     set(ctx, 0);
 }
 
-/// Notes that the packet is steered: no program here has anything more to do with it.
+/// Notes that the packet is steered or masqueraded: no program here has anything more to do with it.
 #[inline(always)]
 pub fn sent(ctx: &TcContext) {
     set(ctx, SENT);

@@ -62,7 +62,10 @@ pub fn uplink_egress(ctx: &TcContext, config: &Config) -> Verdict {
                 }
             }
             let hint = match established::leaving(ctx, config)? {
-                Established::Done => return Ok(Act::NEXT),
+                Established::Done => {
+                    cb::sent(ctx);
+                    return Ok(Act::NEXT);
+                }
                 Established::NoEntry => FlowHint::New,
                 Established::NotDue => FlowHint::NotDue,
                 Established::Unknown => FlowHint::Nothing,
@@ -167,8 +170,10 @@ fn transmit<I: Ip, const LINK: usize>(ctx: &TcContext, config: &Config, ip: &I, 
     if verdict != GO_ON {
         return Ok(verdict);
     }
-    if hint != FlowHint::NotDue {
-        masquerade::egress(ctx, config, LINK, ip, hint)?;
+    if hint != FlowHint::NotDue && masquerade::egress(ctx, config, LINK, ip, hint)?.is_some() {
+        // An uplink below this one, as below a macvlan, would take it for the host's own, which gives way to
+        // the flow that has its port.
+        cb::sent(ctx);
     }
     Ok(Act::NEXT)
 }

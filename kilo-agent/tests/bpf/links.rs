@@ -112,6 +112,34 @@ fn a_frame_of_a_vlan_is_the_vlan_devices() {
     });
 }
 
+#[test]
+fn what_leaves_by_a_macvlan_is_masqueraded_once_and_the_answer_comes_back() {
+    isolated("what_leaves_by_a_macvlan_is_masqueraded_once_and_the_answer_comes_back", || async {
+        let mut world = World::on_veth();
+        if !netns::succeeds("ip link add link eth0 name mac0 type macvlan mode bridge") {
+            bpf::skip("this kernel has no macvlan devices");
+            return;
+        }
+        sh("ip link set mac0 up; ip address add 192.0.2.11/24 dev mac0
+            ip route add 198.51.100.0/24 via 192.0.2.1");
+        lan("ip address add 192.0.2.1/24 dev eth0");
+        world.tables.config.flags |= CONFIG_SEVERAL_V4;
+        world.masquerade_as(index("mac0"), PUBLIC);
+        world.attach(&["eth0", "mac0"], &[]).await;
+        let outside = udp_in_lan(OUTSIDE, 53);
+        let pod = UdpSocket::bind((Ipv4Addr::from(OWN_POD), 2000)).unwrap();
+        for round in 1..=3 {
+            pod.send_to(b"question", (Ipv4Addr::from(OUTSIDE), 53)).unwrap();
+            let (_, from) = outside.recv_from(&mut [0; 64]).unwrap();
+            assert_eq!(from, (Ipv4Addr::from(PUBLIC), 2000).into());
+            outside.send_to(b"answer", from).unwrap();
+            assert_eq!(heard(&pod).as_deref(), Some(&b"answer"[..]));
+            assert_eq!(world.counted(Action::Masquerade), round);
+        }
+        assert!(world.drops().is_empty(), "{:?}", world.drops());
+    });
+}
+
 /// Routes through both name one source address, which is on loopback.
 #[test]
 fn a_flow_keeps_its_port_where_two_uplinks_give_packets_one_address() {
