@@ -19,6 +19,9 @@ use crate::{
     subprogram::{Skb, subprogram},
 };
 
+/// `gso_size` of a packet whose segments have lengths of their own: SCTP (include/linux/skbuff.h).
+const GSO_BY_FRAGS: u32 = 0xffff;
+
 subprogram! {
     /// Reads the ICMP error at `offset`, and ignores all but those about a packet that this node may have
     /// steered. The result means nothing.
@@ -81,6 +84,10 @@ pub fn fits<I: Ip>(ctx: &TcContext, offset: usize, ip: &I, mtu: u32) -> bool {
     let gso_size = packet::gso_size(ctx);
     if gso_size == 0 {
         return false;
+    }
+    // The stack has compared the segments with the MTU of its route, which is the hop's.
+    if gso_size == GSO_BY_FRAGS {
+        return true;
     }
     let transport = offset + ip.header_len();
     let transport_len = match ip.protocol() {

@@ -28,7 +28,7 @@ use bpf::{
         ANSWER_STAYS, Bytes, FROM_OUTSIDE, Input, Wanted, expected_outcome, left_to_device, link_header_len,
         mac,
     },
-    packet::{PASS, PASS_AT_ONCE, REDIRECT, ethernet, udp},
+    packet::{PASS, PASS_AT_ONCE, REDIRECT, SHOT, ethernet, ipv4, udp},
     random::{KILO, OTHER_UPLINKS, Random},
 };
 use kilo_common::{
@@ -510,6 +510,22 @@ fn programs_and_model_agree_on_the_kept_packets() {
         count += 1;
     }
     assert!(count >= 50, "{count}");
+}
+
+/// Segments of SCTP have lengths of their own, which the stack has compared with the MTU of its route
+/// (`GSO_BY_FRAGS`, include/linux/skbuff.h). They leave by a device, which cuts them.
+#[test]
+fn gso_packets_of_sctp_are_not_too_big_for_any_hop() {
+    let Some(mut bench) = Bench::new() else { return };
+    let mut tables = bpf::member_tables();
+    tables.config.vxlan_ifindex = OTHER_UPLINKS[0];
+    bench.dataplane.write(&tables).unwrap();
+    // The first bytes of the source read as the EtherType of IPv4.
+    let frame = ipv4([8, 0, 1, 2], REMOTE_POD, protocol::SCTP, 64, &[0; 3000]);
+    for (gso, wanted) in [(0xffff, REDIRECT), (1480, SHOT), (0, SHOT)] {
+        let input = Input { frame: frame.clone(), gso, ifindex: IFINDEX, brought_by: 0, priority: 0 };
+        assert_eq!(bench.run("kilo_egress", &input).0, wanted, "{gso}");
+    }
 }
 
 #[test]
