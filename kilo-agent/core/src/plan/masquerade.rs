@@ -84,12 +84,21 @@ pub(super) fn flags(links: &HostLinks, private: Option<IpAddr>, remote: &Remote)
     let mut flags = if offered { CONFIG_OFFERED } else { 0 };
     for (family, one, several) in families {
         flags |= if is_one_address(links, private, family) { one } else { 0 };
-        flags |= if addresses(links, family).len() > 1 { several } else { 0 };
+        flags |= if are_several(&addresses(links, family), links) { several } else { 0 };
     }
     flags
 }
 
 /// All addresses of a family that masqueraded packets get at uplinks.
+/// Whether an uplink may bring answers to an address that it does not give to packets itself. The kernel tells
+/// neighbours on any link that it has any of its IPv4 addresses (kernel Documentation/networking/ip-sysctl,
+/// `arp_ignore`).
+fn are_several(addresses: &BTreeSet<IpAddr>, links: &HostLinks) -> bool {
+    let has_none = |uplink: &Uplink| uplink.v4.is_none();
+    let is_v4 = addresses.first().is_some_and(IpAddr::is_ipv4);
+    addresses.len() > 1 || is_v4 && links.uplinks.values().any(has_none)
+}
+
 fn addresses(links: &HostLinks, family: Family) -> BTreeSet<IpAddr> {
     let usual =
         links.uplinks.values().flat_map(|uplink| [uplink.v4.map(IpAddr::V4), uplink.v6.map(IpAddr::V6)]);
@@ -153,6 +162,22 @@ mod tests {
     }
 
     #[test]
+    #[test]
+    fn an_uplink_without_ipv4_may_bring_answers_to_another_ones_address() {
+        let uplink = |v4: &str, v6: &str| Uplink { v4: v4.parse().ok(), v6: v6.parse().ok() };
+        let found = |uplinks: &[Uplink]| {
+            let uplinks = (2..).zip(uplinks.iter().copied()).collect();
+            let links = HostLinks { uplinks, ..HostLinks::default() };
+            flags(&links, None, &Remote::default()) & (CONFIG_SEVERAL_V4 | CONFIG_SEVERAL_V6)
+        };
+        let both = uplink("192.0.2.11", "2001:db8::11");
+        assert_eq!(found(&[both]), 0);
+        assert_eq!(found(&[both, both]), 0);
+        assert_eq!(found(&[both, uplink("", "2001:db8::11")]), CONFIG_SEVERAL_V4);
+        assert_eq!(found(&[both, uplink("192.0.2.11", "")]), 0, "IPv6 addresses stay on their links");
+        assert_eq!(found(&[uplink("", "2001:db8::11")]), 0, "there is no IPv4 address");
+    }
+
     fn an_attached_interface_where_nothing_is_masqueraded_means_that_there_is_not_one_address() {
         let addr: IpAddr = "10.1.0.11".parse().unwrap();
         let uplink = Uplink { v4: Some("10.1.0.11".parse().unwrap()), v6: None };

@@ -32,7 +32,7 @@ pub(super) struct PrefixClaim {
 }
 
 /// Claims sorted by prefix; those of one prefix are in the order of the mesh.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Remote(Vec<PrefixClaim>);
 
 impl Remote {
