@@ -12,8 +12,8 @@ use crate::{
     maps::{
         CONFIG_ENCAPSULATED, CONFIG_GATEWAY, CONFIG_NATIVE, CONFIG_OFFERED, HOP_ACTING, HOP_FIRST_NODE,
         HOP_KIND_LOCAL, HOP_KIND_NODE, HOP_KIND_WIREGUARD, HOP_LOCAL, HOP_REMOTE, Hop, NODE_GATEWAY,
-        NODE_LED, NodeValue, PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE,
-        PREFIX_SOURCE, PrefixValue,
+        NODE_LED, NodeValue, PREFIX_ENDPOINT, PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED,
+        PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
     },
 };
 
@@ -334,7 +334,7 @@ pub fn is_of_mesh(source: Option<PrefixValue>, is_decrypted: bool) -> bool {
 pub fn is_anothers(config: u32, source: Option<PrefixValue>) -> bool {
     let Some(owner) = source.filter(|owner| owner.flags & PREFIX_SOURCE != 0) else { return false };
     if is_remote(owner.hop) {
-        owner.flags & PREFIX_NEVER_CLEAR != 0 && config & CONFIG_OFFERED == 0
+        owner.flags & (PREFIX_NEVER_CLEAR | PREFIX_ENDPOINT) != 0 && config & CONFIG_OFFERED == 0
     } else {
         owner.hop >= HOP_FIRST_NODE && config & CONFIG_NATIVE == 0
     }

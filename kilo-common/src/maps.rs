@@ -45,6 +45,9 @@ pub const PREFIX_PODS_STEERED: u32 = 16;
 /// neighbour discovery to this prefix by its uplinks. Everything else, from any sender, is handed to the
 /// WireGuard device.
 pub const PREFIX_HOST_STEERED: u32 = 32;
+/// `PrefixValue::flags`: on a gateway, the prefix is an address of another location to which WireGuard sends.
+/// Nobody on this host has it, although nothing else says so: the host may send there by its uplinks.
+pub const PREFIX_ENDPOINT: u32 = 64;
 
 /// `PrefixValue::flags`, in `direct_v4` only: the hop's node may send from here, and the address and
 /// interface of its entry in `hop` suffice to recognise it as the sender.
@@ -63,6 +66,7 @@ const _: () = {
         PREFIX_NEVER_CLEAR,
         PREFIX_PODS_STEERED,
         PREFIX_HOST_STEERED,
+        PREFIX_ENDPOINT,
     ];
     let adds = PREFIX_KNOWN_SENDER | PREFIX_NOT_TRANSLATED | PREFIX_NOT_MASQUERADED;
     let mut i = 0;
@@ -262,12 +266,12 @@ pub struct MasqAddr {
     pub ifindex: u32,
 }
 
+/// [`MasqAddr::ifindex`] of an address that several interfaces give to packets, such as one on loopback.
+pub const MASQ_ADDR_SHARED: u32 = 0;
+
 /// Interface index in those keys of `masq_addr` that list the masquerade addresses themselves, of all
 /// uplinks.
 pub const MASQ_ADDR_OWN: u32 = 0;
-
-/// [`MasqAddr::ifindex`] of an address that several interfaces give to packets, such as one on loopback.
-pub const MASQ_ADDR_SHARED: u32 = 0;
 
 /// Bits of the interface index, which comes before the destination in a key of `masq_addr`.
 pub const MASQ_ADDR_INDEX_BITS: u32 = 32;
@@ -321,10 +325,10 @@ pub const CONFIG_ONE_V4: u32 = 16;
 /// `Config::flags`: the same for IPv6 and `private_v6`.
 pub const CONFIG_ONE_V6: u32 = 32;
 
-/// `Config::flags`: masqueraded IPv4 packets get different addresses, by uplink or by destination.
-/// `masq_addr` lists them all.
+/// `Config::flags`: masqueraded IPv4 packets get different addresses, by uplink or by destination, or some
+/// uplinks have none. `masq_addr` lists them all.
 pub const CONFIG_SEVERAL_V4: u32 = 64;
-/// `Config::flags`: the same for IPv6.
+/// `Config::flags`: IPv6 packets get different addresses.
 pub const CONFIG_SEVERAL_V6: u32 = 128;
 
 /// `Config::flags`: this node's WireGuard device has peers, because it leads its location or is a stand-by.

@@ -14,7 +14,8 @@ use bpf::{
 use ipnet::IpNet;
 use kilo_common::maps::{
     CONFIG_GATEWAY, CONFIG_OFFERED, CONFIG_ONE_V4, HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, MASQ_FORCE,
-    PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PrefixValue,
+    PREFIX_ENDPOINT, PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE,
+    PREFIX_SOURCE, PrefixValue,
 };
 use kilo_core::plan::{Hop, Tables};
 use kilo_host::dataplane::{Dataplane, pin_directory};
@@ -377,7 +378,8 @@ fn a_pod_of_a_gateway_sends_from_no_address_of_another() {
     for (owner, flags, is_foreign) in [
         (MEMBER_HOP, 0, true),
         (HOP_REMOTE, PREFIX_NEVER_CLEAR, true),
-        // Somebody offers a default route, or another leader's endpoint is in it.
+        (HOP_REMOTE, PREFIX_PODS_STEERED | PREFIX_ENDPOINT, true),
+        // Somebody offers a default route.
         (HOP_REMOTE, PREFIX_PODS_STEERED, false),
         (HOP_NONE, PREFIX_NEVER_CLEAR, false),
         (HOP_LOCAL, PREFIX_NEVER_CLEAR, false),

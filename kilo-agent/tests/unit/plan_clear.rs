@@ -17,6 +17,7 @@ use generators::{encapsulate, granularity, healthy, healthy_nodes, settings, vpn
 use ipnet::IpNet;
 use kilo_common::{
     drop_reasons::DropReason,
+    forwarding,
     maps::{
         HOP_LOCAL, HOP_NONE, HOP_REMOTE, MASQ_EXCLUDE, PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR,
         PREFIX_PODS_STEERED, PREFIX_VIA_WIREGUARD,
@@ -268,6 +269,9 @@ fn to_a_private_endpoint_wireguards_packets_alone_go_as_they_are() {
     let plan = plan_of(&nodes, "node-001", Facts::default());
     let dst = private(&nodes[1]);
     assert_eq!(clear(&plan, "10.1.2.2/32"), STEERED);
+    // No pod here may send from it either.
+    let owner = plan.tables.prefix.get(&net("10.1.2.2/32")).copied();
+    assert!(forwarding::is_anothers(plan.tables.config.flags, owner));
     for src in [pod(&nodes[0]), private(&nodes[0]), "203.0.113.1".parse().unwrap()] {
         assert_eq!(plan.route(Packet { src, dst }), Route::Wireguard);
         assert!(!plan.tables.masquerades(Packet { src, dst }));

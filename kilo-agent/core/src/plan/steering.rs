@@ -10,9 +10,9 @@ use kilo_common::{
     encap::{IPIP_OVERHEAD, IPIP_OVERHEAD_V6, VXLAN_OVERHEAD, VXLAN_OVERHEAD_V6},
     lead::{self, Term},
     maps::{
-        HOP_ACTING, HOP_LOCAL, HOP_NONE, HOP_REMOTE, NODE_GATEWAY, NODE_LED, NodeValue, PREFIX_HOST_STEERED,
-        PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE, PREFIX_VIA_WIREGUARD,
-        PrefixValue,
+        HOP_ACTING, HOP_LOCAL, HOP_NONE, HOP_REMOTE, NODE_GATEWAY, NODE_LED, NodeValue, PREFIX_ENDPOINT,
+        PREFIX_HOST_STEERED, PREFIX_NEVER_CLEAR, PREFIX_PODS_STEERED, PREFIX_ROUTE, PREFIX_SOURCE,
+        PREFIX_VIA_WIREGUARD, PrefixValue,
     },
 };
 
@@ -181,9 +181,11 @@ fn close_subnet(
 /// Flags for packets to a prefix of another location or a VPN peer.
 fn of_claim(own: &Own<'_>, claim: &PrefixClaim) -> u32 {
     let via_wireguard = if own.is_gateway && claim.via_wireguard { PREFIX_VIA_WIREGUARD } else { 0 };
+    let is_endpoint = own.is_gateway && claim.endpoint;
     // A default route is one of several: the host may have its own reasons to use another.
-    let by_host = claim.prefix.prefix_len() == 0 || (own.is_gateway && claim.endpoint);
+    let by_host = claim.prefix.prefix_len() == 0 || is_endpoint;
     via_wireguard
+        | if is_endpoint { PREFIX_ENDPOINT } else { 0 }
         | match () {
             () if !by_host => PREFIX_NEVER_CLEAR,
             () if claim.prefix.prefix_len() == 0 || claim.free => PREFIX_PODS_STEERED,

@@ -16,7 +16,7 @@ use kilo_common::{
     },
     maps::{
         CONFIG_GATEWAY, CONFIG_NATIVE, CONFIG_OFFERED, CONFIG_SEVERAL_V4, CONFIG_SEVERAL_V6, HOP_ACTING,
-        HOP_LOCAL, HOP_NONE, HOP_REMOTE, PREFIX_NEVER_CLEAR, PREFIX_ROUTE, PREFIX_SOURCE,
+        HOP_LOCAL, HOP_NONE, HOP_REMOTE, PREFIX_ENDPOINT, PREFIX_NEVER_CLEAR, PREFIX_ROUTE, PREFIX_SOURCE,
         PREFIX_VIA_WIREGUARD, PrefixValue,
     },
     packet::{ETHERNET_LEN, ETHERTYPE_IPV4, ETHERTYPE_IPV6, next_ttl, protocol},
@@ -374,7 +374,7 @@ fn kilo_egress(tables: &Tables, flows: &Flows, input: &Input) -> Result<Wanted, 
     let owner = longest(&tables.prefix, ip.src);
     let offers = tables.config.flags & CONFIG_OFFERED != 0;
     let is_anothers = |value: PrefixValue| {
-        let closed = value.flags & PREFIX_NEVER_CLEAR != 0 && !offers;
+        let closed = value.flags & (PREFIX_NEVER_CLEAR | PREFIX_ENDPOINT) != 0 && !offers;
         value.flags & PREFIX_SOURCE != 0
             && match value.hop {
                 HOP_NONE | HOP_LOCAL => false,
