@@ -9,6 +9,7 @@ use std::{
 };
 
 use crate::metrics::{Metrics, gauge};
+use ipnet::IpNet;
 use kilo_core::{
     objects::ObjectRef,
     plan::{self, Conflict, ConflictKind},
@@ -51,6 +52,8 @@ pub struct LogLimiter {
     only_default: bool,
     /// Interfaces without programs, and their link types.
     unknown_headers: BTreeMap<String, u16>,
+    /// Prefixes that are left to the host's own routes.
+    left_to_host: BTreeSet<IpNet>,
     /// Whether no interface leads out of the host.
     no_uplink: bool,
     /// Whether `--host-routing` is without TCX.
@@ -242,6 +245,17 @@ impl LogLimiter {
             }
         }
         self.unknown_headers.clone_from(interfaces);
+    }
+
+    /// Logs once which prefixes that others offer are left to the host's own routes.
+    pub fn log_left_to_host(&mut self, prefixes: &BTreeSet<IpNet>) {
+        for prefix in prefixes.difference(&self.left_to_host) {
+            tracing::warn!(
+                %prefix,
+                "a VPN peer or another location offers a prefix that this host reaches by a route of its own, and the                  kernel keeps to that: neither this host nor its pods reach what is offered (ip route show {prefix})"
+            );
+        }
+        self.left_to_host.clone_from(prefixes);
     }
 
     /// Logs once that there is no interface for the uplink programs.

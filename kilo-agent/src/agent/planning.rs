@@ -78,6 +78,7 @@ impl<B: Backend> Agent<B> {
                 own.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6()),
             ),
         })?;
+        self.log_limiter.log_left_to_host(&plan.left_to_host);
         self.log_limiter.log_neighbours(neighbours::table_warning(plan.neighbours(&found)));
         Some(plan)
     }

@@ -186,3 +186,36 @@ fn a_part_that_fails_keeps_no_rules_of_the_firewall_from_being_written() {
         until_says("the CNI configuration", cni, &["10.42.1.0"]);
     });
 }
+
+/// A node with a VPN peer that has this prefix. Its CNI configuration gets the pod CIDR once everything is in
+/// place.
+fn start_with_peer(prefix: &str) -> Agent {
+    sh("mkdir -p /run/cluster /run/net.d");
+    let key = "AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQE=";
+    let peer = format!(
+        "apiVersion: kilo.squat.ai/v1alpha1\nkind: Peer\nmetadata: {{name: laptop}}\n\
+         spec: {{publicKey: \"{key}\", allowedIPs: [\"{prefix}\"]}}\n"
+    );
+    fs::write("/run/cluster/laptop.yaml", peer).unwrap();
+    let list = r#"{"name":"kilo","plugins":[{"type":"bridge","ipam":{}}]}"#;
+    fs::write("/run/net.d/10-kilo.conflist", list).unwrap();
+    start(PODS, &["--cni-path", "/run/net.d/10-kilo.conflist"])
+}
+
+#[track_caller]
+fn until_pods_may_start() {
+    until("pods may start", LIMIT, || match fs::read_to_string("/run/net.d/10-kilo.conflist").unwrap() {
+        cni if cni.contains("10.42.1.0") => Ok(()),
+        _ => Err(log()),
+    });
+}
+
+#[test]
+fn a_peers_prefix_that_is_the_hosts_own_network_is_left_to_the_host() {
+    isolated("a_peers_prefix_that_is_the_hosts_own_network_is_left_to_the_host", || async {
+        let _agent = start_with_peer("10.1.0.0/24");
+        until_pods_may_start();
+        until_says("the log", log, &["10.1.0.0/24", "by a route of its own"]);
+        assert!(sh("ip route get 10.1.0.1").contains("dev eth0"));
+    });
+}

@@ -399,6 +399,8 @@ fn networks_of_the_hosts_own_within_an_offered_prefix_stay_reachable() {
     ] {
         assert_eq!(goes(dst), wanted, "{dst}");
     }
+    // The kernel would refuse a second route to this one.
+    assert!(!is_routed(&plan, "192.168.7.0/24") && is_routed(&plan, "10.64.0.0/10"));
     // Packets from WireGuard are delivered as before.
     let value = plan.tables.prefix[&net("10.64.9.0/24")];
     assert_eq!(value.hop, HOP_REMOTE);

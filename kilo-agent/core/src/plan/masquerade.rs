@@ -22,7 +22,8 @@ pub(super) fn fill(
 ) {
     let peers = inputs.mesh.peers.iter().flat_map(|peer| &peer.allowed_ips).copied();
     // An offered prefix counts only where it is something else, too.
-    let elsewhere = remote.claims().filter(|claim| !claim.offered).map(|claim| claim.prefix);
+    let elsewhere = remote.claims().filter(|claim| !claim.offered && !claim.is_hosts(inputs.links));
+    let elsewhere = elsewhere.map(|claim| claim.prefix);
     let here = own.segment.allowed_ips.iter().chain(&inputs.settings.service_cidrs).copied();
     let lost = lost.iter().map(|(prefix, _)| *prefix);
     let mut known = Vec::with_capacity(remote.claims().len() + own.segment.allowed_ips.len());
@@ -89,7 +90,6 @@ pub(super) fn flags(links: &HostLinks, private: Option<IpAddr>, remote: &Remote)
     flags
 }
 
-/// All addresses of a family that masqueraded packets get at uplinks.
 /// Whether an uplink may bring answers to an address that it does not give to packets itself. The kernel tells
 /// neighbours on any link that it has any of its IPv4 addresses (kernel Documentation/networking/ip-sysctl,
 /// `arp_ignore`).
@@ -99,6 +99,7 @@ fn are_several(addresses: &BTreeSet<IpAddr>, links: &HostLinks) -> bool {
     addresses.len() > 1 || is_v4 && links.uplinks.values().any(has_none)
 }
 
+/// All addresses of a family that masqueraded packets get at uplinks.
 fn addresses(links: &HostLinks, family: Family) -> BTreeSet<IpAddr> {
     let usual =
         links.uplinks.values().flat_map(|uplink| [uplink.v4.map(IpAddr::V4), uplink.v6.map(IpAddr::V6)]);
@@ -162,7 +163,6 @@ mod tests {
     }
 
     #[test]
-    #[test]
     fn an_uplink_without_ipv4_may_bring_answers_to_another_ones_address() {
         let uplink = |v4: &str, v6: &str| Uplink { v4: v4.parse().ok(), v6: v6.parse().ok() };
         let found = |uplinks: &[Uplink]| {
@@ -178,6 +178,7 @@ mod tests {
         assert_eq!(found(&[uplink("", "2001:db8::11")]), 0, "there is no IPv4 address");
     }
 
+    #[test]
     fn an_attached_interface_where_nothing_is_masqueraded_means_that_there_is_not_one_address() {
         let addr: IpAddr = "10.1.0.11".parse().unwrap();
         let uplink = Uplink { v4: Some("10.1.0.11".parse().unwrap()), v6: None };

@@ -243,6 +243,7 @@ pub fn host_plan(inputs: &Inputs<'_>) -> Option<HostPlan> {
         layer3: inputs.links.layer3.clone(),
         pods: inputs.links.pods.clone(),
         tunnels: inputs.links.vxlan.into_iter().chain(inputs.links.ipip).collect(),
+        left_to_host: remote.left_to_host(inputs.links),
         conflicts: conflicts::of(&own, inputs.mesh),
         uplinks: {
             let links = inputs.links;

@@ -1,11 +1,14 @@
 //! The prefixes behind WireGuard: those of other locations and of VPN peers, sorted once for everything that
 //! is computed from them.
 
+use std::collections::BTreeSet;
+
 use ipnet::IpNet;
 
 use super::{Inputs, Own, endpoints::gateway_endpoint};
 use crate::{
     flat_map::sort_by_prefix,
+    observed::HostLinks,
     signal_id,
     topology::{LocationPrefix, Member},
 };
@@ -29,6 +32,14 @@ pub(super) struct PrefixClaim {
     pub free: bool,
     /// An operator has chosen the prefix: it does not belong to a node or its pods.
     pub chosen: bool,
+}
+
+impl PrefixClaim {
+    /// Whether the kernel keeps to a route of this host's own to a prefix that an operator has chosen: it is,
+    /// for example, a network that the host is in. The kernel refuses a second route, or never takes it.
+    pub fn is_hosts(&self, links: &HostLinks) -> bool {
+        self.chosen && links.elsewhere.get(&self.prefix).is_some_and(|way| way.wins)
+    }
 }
 
 /// Claims sorted by prefix; those of one prefix are in the order of the mesh.
@@ -94,6 +105,11 @@ impl Remote {
         claims.retain(|claim| !signal_id::is_control(&claim.prefix));
         sort_by_prefix(&mut claims, |claim| claim.prefix);
         Self(claims)
+    }
+
+    /// Prefixes that only the host's own routes lead to ([`PrefixClaim::is_hosts`]).
+    pub fn left_to_host(&self, links: &HostLinks) -> BTreeSet<IpNet> {
+        self.claims().filter(|claim| claim.is_hosts(links)).map(|claim| claim.prefix).collect()
     }
 
     /// Every claim, sorted by prefix.

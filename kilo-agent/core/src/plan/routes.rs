@@ -25,7 +25,7 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
             && inputs.mesh.segments.get(claim.owner).is_some_and(|segment| {
                 claim.endpoint || own.acts && segment.wireguard_ip.map(IpNet::from) == Some(claim.prefix)
             });
-        if !other_way {
+        if !other_way && !claim.is_hosts(inputs.links) {
             destinations.push(claim.prefix);
         }
     }

@@ -2,6 +2,8 @@
 
 use std::{collections::BTreeSet, net::IpAddr};
 
+use ipnet::IpNet;
+
 use super::Conflict;
 pub use crate::{
     net::{MAIN_TABLE, NetPlan, Route},
@@ -26,6 +28,9 @@ pub struct HostPlan {
     pub pods: BTreeSet<u32>,
     /// The tunnel devices (VXLAN, IPIP); packets that come in by them pass a program, too.
     pub tunnels: BTreeSet<u32>,
+    /// Prefixes that VPN peers or locations offer and this host reaches by a route of its own, which the kernel
+    /// keeps to.
+    pub left_to_host: BTreeSet<IpNet>,
     /// What nodes claim although one of them, or the mesh, has it.
     pub conflicts: Vec<Conflict>,
 }
