@@ -79,6 +79,8 @@ pub struct HostLinks {
     /// Prefixes that others' routes lead out of this host by its uplinks, without
     /// default routes.
     pub elsewhere: BTreeMap<IpNet, Elsewhere>,
+    /// The kernel takes no IPv6 routes to the WireGuard device: IPv6 is off on this host.
+    pub has_no_ipv6: bool,
     /// Pod CIDRs that this node had earlier in this boot: pods that still run, or were started before the
     /// agent, may have addresses from them.
     pub former_pod_cidrs: Vec<IpNet>,

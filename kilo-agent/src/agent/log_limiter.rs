@@ -52,6 +52,8 @@ pub struct LogLimiter {
     only_default: bool,
     /// Interfaces without programs, and their link types.
     unknown_headers: BTreeMap<String, u16>,
+    /// Whether the mesh has IPv6 prefixes, and this host has IPv6 off.
+    no_ipv6: bool,
     /// Prefixes that are left to the host's own routes.
     left_to_host: BTreeSet<IpNet>,
     /// Whether no interface leads out of the host.
@@ -245,6 +247,16 @@ impl LogLimiter {
             }
         }
         self.unknown_headers.clone_from(interfaces);
+    }
+
+    /// Logs once that no routes lead to the mesh's IPv6 prefixes.
+    pub fn log_no_ipv6(&mut self, no_ipv6: bool) {
+        if no_ipv6 && !self.no_ipv6 {
+            tracing::warn!(
+                "IPv6 is off on this host, so it and its pods do not reach the IPv6 prefixes of the mesh: sysctl                  net.ipv6.conf.all.disable_ipv6=0, if they are to"
+            );
+        }
+        self.no_ipv6 = no_ipv6;
     }
 
     /// Logs once which prefixes that others offer are left to the host's own routes.

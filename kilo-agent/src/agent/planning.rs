@@ -23,7 +23,7 @@ use kilo_core::{
 };
 use kilo_host::{
     dataplane::PathMtus,
-    net::{conntrack, links, neighbours},
+    net::{conntrack, forwarding, links, neighbours},
 };
 
 /// What finds inputs of the plan beside the reconciles. Each causes a reconcile when it has news.
@@ -78,6 +78,7 @@ impl<B: Backend> Agent<B> {
                 own.pod_cidrs.iter().any(|cidr| cidr.addr().is_ipv6()),
             ),
         })?;
+        self.log_limiter.log_no_ipv6(found.has_no_ipv6 && plan.tables.has_ipv6());
         self.log_limiter.log_left_to_host(&plan.left_to_host);
         self.log_limiter.log_neighbours(neighbours::table_warning(plan.neighbours(&found)));
         Some(plan)
@@ -109,6 +110,7 @@ impl<B: Backend> Agent<B> {
             HostRouting::Auto => found.tolerates_gaps_in_tcp = conntrack::tolerates_gaps_in_tcp(),
             HostRouting::Off => found.pods.clear(),
         }
+        found.has_no_ipv6 = forwarding::has_no_ipv6(&self.options.interface.name);
         found.former_pod_cidrs = self.keep_former_pod_cidrs(own);
         found.path_mtus = self.sources.path_mtus.current(Instant::now());
         for (address, mtu) in &host.paths.mtus {

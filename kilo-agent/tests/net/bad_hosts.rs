@@ -211,6 +211,16 @@ fn until_pods_may_start() {
 }
 
 #[test]
+fn a_host_without_ipv6_works_although_a_peer_has_ipv6_prefixes() {
+    isolated("a_host_without_ipv6_works_although_a_peer_has_ipv6_prefixes", || async {
+        sh("for it in all default; do echo 1 > /proc/sys/net/ipv6/conf/$it/disable_ipv6; done");
+        let _agent = start_with_peer("fd00:9::/64");
+        until_pods_may_start();
+        until_says("the log", log, &["IPv6 is off on this host"]);
+    });
+}
+
+#[test]
 fn a_peers_prefix_that_is_the_hosts_own_network_is_left_to_the_host() {
     isolated("a_peers_prefix_that_is_the_hosts_own_network_is_left_to_the_host", || async {
         let _agent = start_with_peer("10.1.0.0/24");

@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use ipnet::IpNet;
+use ipnet::{IpNet, Ipv6Net};
 use kilo_common::{
     counters::Action,
     drop_reasons::DropReason,
@@ -30,6 +30,11 @@ pub type Verdict = Result<(Action, Option<Hop>), DropReason>;
 impl Tables {
     pub(super) fn prefix(&self, addr: IpAddr) -> Option<PrefixValue> {
         longest(&self.prefix, addr)
+    }
+
+    /// Whether some prefix is of IPv6.
+    pub fn has_ipv6(&self) -> bool {
+        !self.prefix.since(&IpNet::V6(Ipv6Net::default())).is_empty()
     }
 
     /// True for addresses of this node and its pods.

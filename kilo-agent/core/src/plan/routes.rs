@@ -29,6 +29,8 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
             destinations.push(claim.prefix);
         }
     }
+    let carries = |prefix: &IpNet| prefix.addr().is_ipv4() || !is_without_ipv6(inputs, own);
+    destinations.retain(carries);
     destinations.sort_by_key(Key::rank);
     destinations.dedup();
     // Programs alone close the subnet of WireGuard addresses: an unreachable route would also refuse
@@ -41,7 +43,7 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
         |prefix: &IpNet| destinations.binary_search_by_key(&prefix.rank(), Key::rank).is_err();
     let is_own = |prefix: &IpNet| own.acts && own.segment.wireguard_ip.map(IpNet::from) == Some(*prefix);
     let closed = closed.map(|(prefix, _)| *prefix).filter(|prefix| !is_own(prefix));
-    net.unreachable = closed.filter(without_route).collect();
+    net.unreachable = closed.filter(without_route).filter(carries).collect();
     let source = source(inputs, own);
     // One walk over both: they are sorted.
     let mut prefixes = tables.prefix.iter().peekable();
@@ -70,6 +72,12 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
         })
         .collect();
     net
+}
+
+/// Whether IPv6 is off on a host that needs none, because its pods have none: each route would be refused, and
+/// the refusals would keep this node from ever being ready.
+fn is_without_ipv6(inputs: &Inputs<'_>, own: &Own<'_>) -> bool {
+    inputs.links.has_no_ipv6 && own.member.node.pod_cidrs.iter().all(|cidr| cidr.addr().is_ipv4())
 }
 
 /// Largest packet in bytes that the hop of a prefix carries, the leader's for prefixes behind it; `None` for

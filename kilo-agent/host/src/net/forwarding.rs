@@ -1,6 +1,6 @@
 //! IP forwarding in this network namespace: pods and leaders need it, and something may have turned it off.
 
-use std::fs;
+use std::{fs, path::Path};
 
 use rtnetlink::packet_route::{
     RouteNetlinkMessage,
@@ -46,6 +46,16 @@ fn turn_on(path: &str, family: &str, hint: &str) -> u64 {
             tracing::error!(%error, "{family} forwarding is off and cannot be turned on: sysctl {hint}");
             0
         }
+    }
+}
+
+/// True where the kernel takes no IPv6 addresses and routes for this interface, because IPv6 is off
+/// (`disable_ipv6`) or not there.
+pub fn has_no_ipv6(interface: &str) -> bool {
+    match fs::read_to_string(format!("{IPV6_INTERFACES}/{interface}/disable_ipv6")) {
+        Ok(text) => text.trim() != "0",
+        // Without `/proc/sys` nothing is known.
+        Err(_) => Path::new(IPV4).exists() && !Path::new(IPV6_INTERFACES).exists(),
     }
 }
 
