@@ -364,14 +364,16 @@ fn a_leader_speaks_from_an_address_whose_answers_come_by_the_tunnel() {
 #[test]
 fn networks_of_the_hosts_own_within_an_offered_prefix_stay_reachable() {
     let mut nodes = two();
-    nodes[1].allowed_location_ips = vec![net("10.64.0.0/10"), net("192.168.7.0/24")];
+    nodes[1].allowed_location_ips = vec![net("10.64.0.0/10"), net("192.168.7.0/24"), net("192.168.9.0/24")];
     let link = Elsewhere { on_link: true, wins: true };
+    let with_metric = Elsewhere { on_link: true, wins: false };
     let gateway = Elsewhere { on_link: false, wins: true };
     let elsewhere = [
         ("10.64.9.0/24", link),
         ("10.65.0.0/16", gateway),
         ("192.168.0.0/16", link),
         ("192.168.7.0/24", link),
+        ("192.168.9.0/24", with_metric),
         // Within a node's pods only on-link prefixes count.
         ("10.42.2.64/26", gateway),
         ("10.42.2.128/26", link),
@@ -392,6 +394,7 @@ fn networks_of_the_hosts_own_within_an_offered_prefix_stay_reachable() {
         ("10.66.1.1", closed),
         ("192.168.7.1", Ok(false)),
         ("192.168.8.1", Ok(false)),
+        ("192.168.9.1", Ok(false)),
         ("10.42.2.65", closed),
         ("10.42.2.129", Ok(false)),
         ("10.42.2.1", closed),
@@ -399,8 +402,9 @@ fn networks_of_the_hosts_own_within_an_offered_prefix_stay_reachable() {
     ] {
         assert_eq!(goes(dst), wanted, "{dst}");
     }
-    // The kernel would refuse a second route to this one.
-    assert!(!is_routed(&plan, "192.168.7.0/24") && is_routed(&plan, "10.64.0.0/10"));
+    // The kernel would refuse a second route to the first, and prefer it to that of the LAN for the second.
+    assert!(!is_routed(&plan, "192.168.7.0/24") && !is_routed(&plan, "192.168.9.0/24"));
+    assert!(is_routed(&plan, "10.64.0.0/10"));
     // Packets from WireGuard are delivered as before.
     let value = plan.tables.prefix[&net("10.64.9.0/24")];
     assert_eq!(value.hop, HOP_REMOTE);

@@ -35,10 +35,11 @@ pub(super) struct PrefixClaim {
 }
 
 impl PrefixClaim {
-    /// Whether the kernel keeps to a route of this host's own to a prefix that an operator has chosen: it is,
-    /// for example, a network that the host is in. The kernel refuses a second route, or never takes it.
+    /// Whether a prefix that an operator has chosen is left to a route of this host's own. The kernel refuses a
+    /// second route beside one without a metric, or never takes it; and ours would win against the route to a
+    /// network that the host is in where that has a metric, as NetworkManager and systemd-networkd give it.
     pub fn is_hosts(&self, links: &HostLinks) -> bool {
-        self.chosen && links.elsewhere.get(&self.prefix).is_some_and(|way| way.wins)
+        self.chosen && links.elsewhere.get(&self.prefix).is_some_and(|route| route.wins || route.on_link)
     }
 }
 

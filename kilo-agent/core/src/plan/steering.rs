@@ -224,8 +224,10 @@ fn leave_out_elsewhere(
         let equal = held_by == *prefix;
         let closed = match (equal, value.flags & (PREFIX_NEVER_CLEAR | PREFIX_PODS_STEERED)) {
             (_, 0) => continue,
-            // The kernel refuses our route, or never takes it.
-            (true, flags) if route.wins => flags & !PREFIX_NEVER_CLEAR,
+            // As `PrefixClaim::is_hosts`: the kernel refuses our route, or never takes it, or there is none of ours.
+            (true, flags) if route.wins || route.on_link && chosen.contains(prefix) => {
+                flags & !PREFIX_NEVER_CLEAR
+            }
             (false, _) if route.on_link || chosen.contains(&held_by) => 0,
             _ => continue,
         };
