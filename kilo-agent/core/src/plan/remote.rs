@@ -37,7 +37,7 @@ pub(super) struct PrefixClaim {
 impl PrefixClaim {
     /// Whether a prefix that an operator has chosen is left to a route of this host's own. The kernel refuses a
     /// second route beside one without a metric, or never takes it; and ours would win against the route to a
-    /// network that the host is in where that has a metric, as NetworkManager and systemd-networkd give it.
+    /// network that the host is in where that has a metric, as network managers give it.
     pub fn is_hosts(&self, links: &HostLinks) -> bool {
         self.chosen && links.elsewhere.get(&self.prefix).is_some_and(|route| route.wins || route.on_link)
     }
