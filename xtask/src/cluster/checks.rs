@@ -291,6 +291,13 @@ pub fn succeeds<T>(what: &str, code: impl Fn() -> Result<T>) -> Result<T> {
     tried(what, code, anyhow::Error::is::<InClear>)
 }
 
+/// Runs `code`, while which no packet of a pod may be in cleartext. One that was counts also where `code` failed.
+fn never_in_clear<T>(code: impl FnOnce() -> Result<T>) -> Result<T> {
+    let before = network::clear_packets()?;
+    let shown = code();
+    both(shown, network::clear_packets().and_then(|now| network::none_in_clear(now - before)))
+}
+
 /// Result of a check after its clean-up. Of two errors the first counts, except that cleartext packets come
 /// before everything else: a check that saw some gets no second try.
 fn both<T>(shown: Result<T>, put_back: Result<()>) -> Result<T> {

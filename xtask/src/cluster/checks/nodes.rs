@@ -9,7 +9,7 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use ipnet::IpNet;
 
-use super::{both, everybody, flows::Flows, removal, settled};
+use super::{both, everybody, flows::Flows, never_in_clear, removal, settled};
 use crate::{
     cluster::{Cluster, deploy, images, kubeadm, network, node::Node, until},
     lab::probe::{self, Protocol},
@@ -251,10 +251,14 @@ fn annotated_and_ready(cluster: &Cluster, node: &Node) -> Result<()> {
 
 /// Deletes a node and joins the same machine again, which gets another pod CIDR.
 pub fn join_again(cluster: &Cluster) -> Result<String> {
+    never_in_clear(|| deleted_and_joined(cluster))
+}
+
+fn deleted_and_joined(cluster: &Cluster) -> Result<String> {
     let node = cluster.remote();
     let name = node.name();
     let cidr = || cluster.kubectl(&["get", "node", name, "-o", "jsonpath={.spec.podCIDR}"]);
-    let before = (cidr()?, network::clear_packets()?);
+    let before = cidr()?;
     let flows = Flows::start(cluster, Some(name))?;
     cluster.kubectl(&["delete", "node", name])?;
     // The machine is removed and set up anew; what Kilo and its plugins keep stays on the disk.
@@ -273,10 +277,9 @@ pub fn join_again(cluster: &Cluster) -> Result<String> {
     let lost = flows.finish()?;
     until("the pod CIDR is there", Duration::from_secs(20), || cidr().ok().filter(|cidr| !cidr.is_empty()))?;
     let after = cidr()?;
-    if after == before.0 {
+    if after == before {
         bail!("the node has the pod CIDR {after} again, so nothing was shown");
     }
     settled(cluster)?;
-    network::none_in_clear(network::clear_packets()? - before.1)?;
-    Ok(format!("{} became {after}; {lost}", before.0))
+    Ok(format!("{before} became {after}; {lost}"))
 }

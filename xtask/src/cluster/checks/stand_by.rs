@@ -9,6 +9,7 @@ use super::{
     both,
     change::{Expected, Why},
     flows::{Flows, Measured},
+    never_in_clear,
 };
 use crate::{
     cluster::{Cluster, deploy, node::Node, until},
@@ -26,20 +27,22 @@ const LEADS: &str = "kilo_failover_role{role=\"leader\"}";
 /// The first location's leader, which also runs the API server, loses power: the node beside it keeps
 /// talking to the other location. Metrics, status, log and Event report the change.
 pub fn leader_dies(cluster: &Cluster) -> Result<String> {
-    with_failover(cluster, |leader, stand_by| {
-        let change = Expected::new(cluster, leader, stand_by, Why::Lost)?;
-        let flows = flows(cluster, leader, stand_by)?;
-        let mut shown = Ok(String::new());
-        let measured = cut_power(cluster, leader, flows, || {
-            leads(stand_by)?;
-            // Failing to show it must not keep its cost from being measured.
-            shown = change.await_shown();
-            Ok(())
-        })?;
-        deploy::wait_rolled_out(cluster, "kilo", 180)?;
-        let figures = lasted(&measured, ACCEPTED)?;
-        Ok(format!("{figures}; {}; {}", shown?, change.await_reported()?))
-    })
+    with_failover(cluster, |leader, stand_by| never_in_clear(|| power_is_cut(cluster, leader, stand_by)))
+}
+
+fn power_is_cut(cluster: &Cluster, leader: &Node, stand_by: &Node) -> Result<String> {
+    let change = Expected::new(cluster, leader, stand_by, Why::Lost)?;
+    let flows = flows(cluster, leader, stand_by)?;
+    let mut shown = Ok(String::new());
+    let measured = cut_power(cluster, leader, flows, || {
+        leads(stand_by)?;
+        // Failing to show it must not keep its cost from being measured.
+        shown = change.await_shown();
+        Ok(())
+    })?;
+    deploy::wait_rolled_out(cluster, "kilo", 180)?;
+    let figures = lasted(&measured, ACCEPTED)?;
+    Ok(format!("{figures}; {}; {}", shown?, change.await_reported()?))
 }
 
 /// The same node is drained, as before maintenance. Metrics, status, log and Event report the change.
