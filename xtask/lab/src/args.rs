@@ -4,7 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, Subcommand};
 
-use super::{failover, faults, nat_pairs, options::LabOptions, scenario::Scenario, times::parse_time};
+use super::{durations::parse_time, failover, faults, nat_pairs, options::LabOptions, scenario::Scenario};
 
 /// What `cargo xtask lab` is asked for: which lab, and what to do with it.
 #[derive(Args, Clone, Debug)]

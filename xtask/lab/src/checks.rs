@@ -27,7 +27,7 @@ use crate::report::{InClear, TestOutcome};
 
 const CHECKS: &[Check] = &[
     ("non-leaders steer and never encrypt; leaders encrypt, forward and carry transit", roles),
-    ("datagrams that pods hand over many at once arrive whole", segments::run),
+    ("datagrams that pods hand over many at once arrive whole", udp_segment::run),
     (
         "tunnels of pods' own carry known bytes, by the device where no outer header can be written",
         pod_tunnels::run,
@@ -58,7 +58,7 @@ const WIREGUARD: &[Check] = &[
     ("a node on its own by annotation, live, is reached by all and loses no connection", granularity::mixed),
     (
         "a leader with wireguard-go and --create-interface=false meets leaders with another WireGuard",
-        external::run,
+        wireguard_go::run,
     ),
 ];
 

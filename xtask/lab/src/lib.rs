@@ -17,7 +17,7 @@ pub mod confine;
 pub mod counters;
 pub mod deployed_state;
 mod descendants;
-mod external;
+mod durations;
 mod fail_closed;
 pub mod failover;
 pub mod faults;
@@ -45,14 +45,14 @@ mod raw_udp;
 pub mod report;
 pub mod run_times;
 mod scenario;
-mod segments;
 mod services;
 pub mod takedown;
-mod times;
 mod topology;
 pub mod tunl0;
+mod udp_segment;
 mod vpn;
 pub mod wait;
+mod wireguard_go;
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -27,7 +27,7 @@ pub struct Options {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["cases", "part", "json", "outcomes"])]
     from: Vec<PathBuf>,
     /// How long the cases go on that last, and the cluster is away: 90s, 10m, 2h (default: 30s).
-    #[arg(long = "for", value_name = "TIME", value_parser = crate::times::parse_time)]
+    #[arg(long = "for", value_name = "TIME", value_parser = crate::durations::parse_time)]
     length: Option<Duration>,
     /// Keep the runs in docs/failover.json instead of those of the same cases, and write the tables of
     /// docs/failover.md and docs/reliability.md.
@@ -35,7 +35,7 @@ pub struct Options {
     docs: bool,
     /// Break nothing: measure for so long (60s or more) what agents cost at rest, without failover and with it; fail when
     /// that is too much, or anything was written.
-    #[arg(long, value_name = "TIME", value_parser = crate::times::parse_time, conflicts_with_all = ["docs", "from", "cases"])]
+    #[arg(long, value_name = "TIME", value_parser = crate::durations::parse_time, conflicts_with_all = ["docs", "from", "cases"])]
     rest: Option<Duration>,
     /// Write the outcomes as tests to this file.
     #[arg(long, value_name = "FILE", hide = true)]

@@ -1,12 +1,12 @@
 //! `kgctl connectivity-test`: pods on some nodes probe each other and other destinations.
 
-mod bench;
 mod clear_text;
 mod heartbeat;
 mod matrix;
 #[cfg(target_os = "linux")]
 mod path_mtu;
 pub mod probe;
+mod test_pods;
 
 use std::{
     collections::BTreeMap,
@@ -36,9 +36,9 @@ use crate::{
     source::{self, MeshFlags},
     terminal,
 };
-use bench::{Bench, ProbePod};
 use matrix::{Cell, Report, Target};
 use probe::{Answer, Kind, Probe};
+use test_pods::{ProbePod, TestPods};
 
 /// Number of pods probing at the same time.
 const AT_A_TIME: usize = 16;
@@ -105,31 +105,31 @@ pub async fn run(args: &ConnectivityArgs) -> Result<Outcome> {
         Some(image) => image.clone(),
         None => agents_image(&cluster).await?,
     };
-    let mut bench = Bench::new(cluster.clone(), image);
+    let mut test_pods = TestPods::new(cluster.clone(), image);
     let mut interrupted = std::pin::pin!(remote::interrupted());
     loop {
         tokio::select! {
             biased;
             () = &mut interrupted => bail!("interrupted"),
-            free = bench.wait_until_free(LEAVING) => free?,
+            free = test_pods.wait_until_free(LEAVING) => free?,
         }
         // Not interrupted halfway: nobody would know the owner of the namespace.
-        if bench.claim().await? {
+        if test_pods.claim().await? {
             break;
         }
     }
     let tested = tokio::select! {
         biased;
         () = &mut interrupted => Err(anyhow!("interrupted")),
-        lost = bench.keep() => Err(lost),
-        tested = test(&bench, &snapshot, &seen, &nodes, args) => tested,
+        lost = test_pods.keep() => Err(lost),
+        tested = test(&test_pods, &snapshot, &seen, &nodes, args) => tested,
     };
-    if let Err(error) = bench.remove(LEAVING).await {
+    if let Err(error) = test_pods.remove(LEAVING).await {
         eprintln!(
             "kgctl: {}; to remove it, run the test again after {} s, or run `kubectl delete namespace {}`",
             error_chain(error.as_ref()),
             heartbeat::STALE.as_secs(),
-            bench::NAMESPACE
+            test_pods::NAMESPACE
         );
     }
     let report = tested?;
@@ -178,22 +178,22 @@ async fn agents_image(cluster: &Cluster) -> Result<String> {
 }
 
 async fn test(
-    bench: &Bench,
+    test_pods: &TestPods,
     snapshot: &Snapshot,
     seen: &Status,
     nodes: &BTreeMap<String, String>,
     args: &ConnectivityArgs,
 ) -> Result<Report> {
-    let pods = bench.start(nodes, args.timeout).await?;
-    let internal = internal_ips(bench.cluster(), nodes).await?;
-    let services = bench.service().await?;
-    let handshaken = clear_text::peers_with_handshake(bench.cluster(), seen).await;
+    let pods = test_pods.start(nodes, args.timeout).await?;
+    let internal = internal_ips(test_pods.cluster(), nodes).await?;
+    let services = test_pods.service().await?;
+    let handshaken = clear_text::peers_with_handshake(test_pods.cluster(), seen).await;
     let peers = peers(snapshot, args.peer_port, &handshaken);
-    let before = clear_text::Figures::read(bench.cluster(), seen).await;
+    let before = clear_text::Figures::read(test_pods.cluster(), seen).await;
     let progress = Progress::new("probing from pods", pods.len());
     let asked = pods.iter().map(async |pod| {
         let cells = cells(pod, &pods, &services, (seen, &internal), &args.outside, &peers);
-        let cells = ask(bench.cluster(), pod, cells).await;
+        let cells = ask(test_pods.cluster(), pod, cells).await;
         progress.step();
         cells
     });
@@ -206,7 +206,7 @@ async fn test(
     probes.sort_by(|a, b| {
         (&a.from, a.target, &a.to, a.address, a.kind).cmp(&(&b.from, b.target, &b.to, b.address, b.kind))
     });
-    let after = clear_text::Figures::read(bench.cluster(), seen).await;
+    let after = clear_text::Figures::read(test_pods.cluster(), seen).await;
     let mut findings = clear_text::findings(&before, &after, &probes);
     let silent = snapshot.peers.keys().filter(|name| !handshaken.contains(*name));
     findings.extend(silent.map(|name| matrix::Finding {

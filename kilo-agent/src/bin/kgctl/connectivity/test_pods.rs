@@ -44,13 +44,13 @@ pub struct ProbePod {
 }
 
 /// Creates what a test needs, and removes what it created, which the namespace's uid identifies.
-pub struct Bench {
+pub struct TestPods {
     cluster: Cluster,
     image: String,
     uid: Option<String>,
 }
 
-impl Bench {
+impl TestPods {
     /// Creates nothing yet.
     pub fn new(cluster: Cluster, image: String) -> Self {
         Self { cluster, image, uid: None }
