@@ -17,11 +17,11 @@ use super::{
     check::{Check, outcome},
     clear,
     counters::{self, action, drops},
-    deployed_state, external, fail_closed, forward_policy, granularity, matrix, nat,
+    deployed_state, fail_closed, forward_policy, granularity, matrix, nat,
     network::Node,
     node_ports, offloads,
     options::{Choice, LabOptions},
-    path_mtu, pod_tunnels, printer, segments, services, vpn, wait,
+    path_mtu, pod_tunnels, printer, services, udp_segment, vpn, wait, wireguard_go,
 };
 use crate::report::{InClear, TestOutcome};
 
