@@ -120,9 +120,9 @@ const ORDERS: [(&str, &str); 10] = [
     ("failover-sim/src", "rng faults host invariants engine planned scenarios several restarts report"),
     (
         "../xtask/lab/src",
-        "report wait descendants takedown times command netns raw_udp cni_conf network plugins confine counters cni agents \
+        "report wait descendants takedown durations command netns raw_udp cni_conf network plugins confine counters cni agents \
          members probe point_to_point_link tunl0 bulk matrix clear vpn check topology options deployed_state services \
-         fail_closed forward_policy granularity nat node_ports offloads path_mtu pod_tunnels printer segments external \
+         fail_closed forward_policy granularity nat node_ports offloads path_mtu pod_tunnels printer udp_segment wireguard_go \
          checks cloud cilium flannel kernel_ipip scenario faults failover nat_pairs modes run_times args",
     ),
     (
