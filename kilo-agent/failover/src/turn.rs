@@ -76,10 +76,10 @@ pub enum Target {
 
 impl Target {
     /// The two in turn, so that neither a change of addresses nor one of leaders makes three misses in a row.
-    /// `locations`: how many are probed in turn; where that is even, the turns are shifted by one every eight
-    /// rounds, so that each location gets both.
+    /// `locations`: how many are probed in turn; where that is even, the turns are shifted by one in each round. So
+    /// within two rounds each location gets both, also where all the others are dead.
     pub fn of_turn(params: &Params, turn: usize, locations: usize) -> Self {
-        let shift = if locations.is_multiple_of(2) { turn / (8 * locations.max(1)) } else { 0 };
+        let shift = if locations.is_multiple_of(2) { turn / locations.max(1) } else { 0 };
         let is_odd = (turn + shift) % 2 == 1;
         if is_odd && params.keeps(Rule::TwoTargets) { Self::Pods } else { Self::Location }
     }
@@ -215,6 +215,12 @@ mod tests {
                     let mut of_far = targets.iter().skip(far).step_by(locations);
                     assert!(of_far.any(|probed| *probed == target), "{far} of {locations}: {target:?}");
                 }
+            }
+            for (turn, pair) in targets.windows(locations + 1).enumerate() {
+                assert_ne!(
+                    pair[0], pair[locations],
+                    "{locations}: turn {turn} and the next of that location"
+                );
             }
             let is_row = |row: &&[Target]| row.iter().all(|target| *target == row[0]);
             assert_eq!(targets.windows(3).filter(is_row).count(), 0, "{locations}");
