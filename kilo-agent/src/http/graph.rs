@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_text_is_made_once_for_each_mesh_and_the_ways_in_it() {
+    async fn a_text_is_made_once_for_each_mesh_and_the_paths_in_it() {
         let graph = Graph::default();
         let (one, other) = (Arc::<Mesh>::default(), Arc::<Mesh>::default());
         let make =

@@ -131,7 +131,7 @@ impl FarGateways {
 /// at an address that it does not name. An IPv6 address where it is seen says nothing about an IPv4 endpoint,
 /// and is seen only because other paths are searched for. Endpoints with a DNS name do not count, because
 /// nodes may resolve it differently.
-pub fn may_need_another_way(node: &Node, seen: &BTreeMap<PublicKey, Vec<SocketAddr>>) -> bool {
+pub fn may_need_another_path(node: &Node, seen: &BTreeMap<PublicKey, Vec<SocketAddr>>) -> bool {
     if node.persistent_keepalive == 0 {
         return false;
     }
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn other_ways_are_wanted_where_two_locations_are_behind_nats() {
+    fn other_paths_are_wanted_where_two_locations_are_behind_nats() {
         let node = |name: &str, endpoint: &str, keepalive: u32| Node {
             name: name.to_owned(),
             key: Some(PublicKey([name.as_bytes()[0]; 32])),

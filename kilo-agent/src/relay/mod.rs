@@ -172,7 +172,7 @@ pub fn is_wanted(mesh: &Mesh) -> bool {
         }
     }
     let may_need = |gateways: &Vec<(&Node, bool)>| {
-        gateways.iter().any(|(node, _)| mesh::may_need_another_way(node, &seen))
+        gateways.iter().any(|(node, _)| mesh::may_need_another_path(node, &seen))
     };
     of_each().filter(may_need).take(2).count() == 2
 }

@@ -117,7 +117,7 @@ fn fragments_follow_their_first_one_both_ways() {
     }
 }
 
-/// Data of an answer is no port, whatever it says.
+/// The data of an answer is never read as a port.
 #[test]
 fn a_later_fragment_that_reads_like_a_tunnels_packet_follows_its_first_one() {
     let Some(mut world) = World::new() else { return };

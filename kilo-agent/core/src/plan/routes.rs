@@ -21,11 +21,11 @@ pub(super) fn net(inputs: &Inputs<'_>, own: &Own<'_>, remote: &Remote, tables: &
     for claim in remote.claims() {
         // On a gateway the tunnel itself goes to the endpoint, and the device's
         // address brings a route to all WireGuard addresses.
-        let other_way = own.is_gateway
+        let has_other_route = own.is_gateway
             && inputs.mesh.segments.get(claim.owner).is_some_and(|segment| {
                 claim.endpoint || own.acts && segment.wireguard_ip.map(IpNet::from) == Some(claim.prefix)
             });
-        if !other_way && !claim.is_hosts(inputs.links) {
+        if !has_other_route && !claim.is_hosts(inputs.links) {
             destinations.push(claim.prefix);
         }
     }

@@ -17,7 +17,7 @@ pub struct LeaderSince {
 }
 
 /// Locations that have gone whose counts are kept. A node on its own is a location, too, and where nodes come and go
-/// all the time, as with an autoscaler, there is no end to their names.
+/// all the time, as with an autoscaler, their names would fill memory without a bound.
 const MOST_GONE: usize = 1000;
 
 /// Current leaders by name of the location, as [`Segment::location`](super::Segment::location).
